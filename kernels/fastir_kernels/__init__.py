@@ -1,0 +1,1 @@
+"""Fused, exact reinforcement-learning loss kernels for language models."""
