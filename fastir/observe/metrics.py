@@ -52,7 +52,7 @@ class MetricsWriter:
             # A run without trajectories must not leave an earlier run's beside its own metrics either.
             for name in (METRICS_FILE, TRAJECTORIES_FILE):
                 if (run_dir / name).exists():
-                    raise FileExistsError(f"{run_dir / name} belongs to an earlier run: resume it or choose another run.name")
+                    raise FileExistsError(f"{run_dir / name} belongs to another run: resume it or change run.name")
         else:
             self._last_step = resume_step
             for name in (METRICS_FILE, TRAJECTORIES_FILE):
