@@ -1,0 +1,150 @@
+"""The parts of a run, opened once and closed together: tokenizer, engine, sandbox, grader, problems, and the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fastir.config import Config
+from fastir.data import Problem, ProblemStream, load_problems
+from fastir.rollout.hf import HFEngine
+from fastir.rollout.loop import RolloutTimes, rollout
+from fastir.rollout.prompt import TurnFormat
+from fastir.tiny.problems import tiny_problems
+from fastir.tir.reward import Grader
+from fastir.tir.sandbox import Sandbox
+from fastir.training.model import (
+    DTYPES,
+    Policy,
+    init_distributed,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    shard,
+)
+from fastir.types import Trajectory
+
+T = TypeVar("T")
+
+#: Problems drawn for ``data.train = "tiny"``; the generator makes as many as asked.
+_TINY_TRAIN, _TINY_HELDOUT = 4096, 1024
+
+
+@dataclass
+class Parts:
+    config: Config
+    tokenizer: Any
+    engine: HFEngine
+    sandbox: Sandbox
+    grader: Grader
+    turn_format: TurnFormat
+    train_problems: ProblemStream
+    heldout_problems: list[Problem] | None
+    dtype: torch.dtype  #: compute type
+    policy: Policy | None  #: None when nothing trains
+
+    @property
+    def main(self) -> bool:
+        """This rank writes the run's files."""
+        return dist.get_rank() == 0
+
+    async def roll_out(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        temperature: float,
+        seed: tuple[int, ...],
+        times: RolloutTimes,
+        groups: Sequence[int] | None = None,
+    ) -> list[Trajectory]:
+        """Graded rollouts of the problems (see `fastir.rollout.loop.rollout`)."""
+        trajectories = await rollout(
+            problems,
+            group_size=group_size,
+            engine=self.engine,
+            sandbox=self.sandbox,
+            turn_format=self.turn_format,
+            tir=self.config.tir,
+            decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
+            temperature=temperature,
+            seed=seed,
+            groups=groups,
+            times=times,
+        )
+        self.engine.forget()
+        pairs = [(t.answer, t.gold) for t in trajectories]
+        grades = await asyncio.to_thread(self.grader.grade_many, pairs)
+        return [
+            dataclasses.replace(t, reward=float(grade.correct), grade_status=grade.status)
+            for t, grade in zip(trajectories, grades, strict=True)
+        ]
+
+
+@asynccontextmanager
+async def open_parts(config: Config, *, training: bool) -> AsyncIterator[Parts]:
+    """Open what the configuration names. Raises ConfigError, SandboxError or DataError with the remedy."""
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    train_problems, heldout_problems = _problems(config)
+    device = resolve_device(config.model.device)
+    dtype = DTYPES[config.model.dtype]
+    tokenizer = load_tokenizer(config.model)
+    turn_format = TurnFormat(tokenizer, config.data, config.tir)
+    init_distributed(device)
+    engine = HFEngine(
+        load_model(config.model, dtype).to(device),
+        tokenizer,
+        stop=config.tir.stop,
+        batch_size=config.rollout.batch_size,
+    )
+    policy = None
+    if training:
+        model = load_model(config.model, torch.float32)
+        if config.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = shard(Policy(model), device, dtype)
+    grader = Grader(workers=config.reward.workers, timeout_seconds=config.reward.timeout_seconds)
+    try:
+        async with Sandbox(config.sandbox) as sandbox:
+            yield Parts(
+                config=config,
+                tokenizer=tokenizer,
+                engine=engine,
+                sandbox=sandbox,
+                grader=grader,
+                turn_format=turn_format,
+                train_problems=ProblemStream(train_problems, config.run.seed),
+                heldout_problems=heldout_problems,
+                dtype=dtype,
+                policy=policy,
+            )
+    finally:
+        grader.close()
+
+
+def gather(value: T) -> list[T]:
+    """``value`` of every rank, on every rank, in rank order (collective)."""
+    world = dist.get_world_size()
+    if world == 1:
+        return [value]
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _problems(config: Config) -> tuple[list[Problem], list[Problem] | None]:
+    def load(source: str, split: Any, count: int) -> list[Problem]:
+        if source == "tiny":
+            return tiny_problems(split, count, seed=0)
+        problems, _ = load_problems(source, on_bad_row=config.data.on_bad_row)
+        return problems
+
+    heldout = None if config.data.heldout is None else load(config.data.heldout, "heldout", _TINY_HELDOUT)
+    return load(config.data.train, "train", _TINY_TRAIN), heldout
