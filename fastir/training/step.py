@@ -95,6 +95,8 @@ def recompute_logprobs(policy: Policy, batches: Sequence[PackedBatch], temperatu
             return stats.logprob
 
         results.append(_forward(policy, batch, head, device))
+    # Without a backward pass the root's parameters would stay gathered, in the compute type.
+    policy.reshard()  # type: ignore[operator]
     return results[: len(batches)]
 
 
