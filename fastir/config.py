@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from fastir.tir.sandbox import SandboxConfig
 
@@ -27,7 +28,16 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, tree: Any) -> Any:
+        """TOML has no null: the text none stands for it in a field that may be empty."""
+        if not isinstance(tree, dict):
+            return tree
+        optional = {name for name, info in cls.model_fields.items() if type(None) in get_args(info.annotation)}
+        return {name: None if value == "none" and name in optional else value for name, value in tree.items()}
 
 
 class RunConfig(Section):
@@ -58,7 +68,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _has_question(self) -> DataConfig:
         if "{question}" not in self.prompt_template:
-            raise ValueError("prompt_template must contain {question}")
+            raise ValueError("data.prompt_template must contain {question}")
         return self
 
 
@@ -183,6 +193,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: unknown recipe, key or value; the message names the field and the remedy.
     """
     tree = _read_recipe(recipe)
+    known = dict(fields())
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -193,7 +204,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"{key}: {parent} is a value, not a section")
-        node[leaf] = _parse_value(text)
+        node[leaf] = _parse_value(text, known.get(key.strip()))
     return validate(tree)
 
 
@@ -205,7 +216,7 @@ def validate(tree: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
 
 
-def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every leaf as (dotted name, pydantic FieldInfo)."""
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
@@ -232,42 +243,90 @@ def _read_recipe(recipe: str | Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {recipe}: not valid TOML: {error}") from None
 
 
-def _parse_value(text: str) -> Any:
-    """A TOML value; a bare word is a string and ``none`` is None."""
-    if text.strip().lower() in ("none", "null"):
-        return None
+def _parse_value(text: str, info: FieldInfo | None) -> Any:
+    """A TOML value; bare text stands for itself, and always does in a field that holds text (``run.name=7``)."""
+    if info is not None and _holds_text(info.annotation) and not text.startswith(('"', "'")):
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
 
+def _holds_text(annotation: Any) -> bool:
+    parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
+    return all(part in (str, Path) or isinstance(part, str) for part in parts)
+
+
+def allowed(info: FieldInfo) -> str:
+    """What a field accepts, in words: ``number > 0``, ``'mask', 'drop' or 'off'``, ``text or none``."""
+    text = _allowed(info.annotation, info.metadata)
+    return " or ".join(text.rsplit(", ", 1)) if get_origin(info.annotation) is Literal else text
+
+
+def _allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _allowed(arguments[0], [m for extra in arguments[1:] for m in getattr(extra, "metadata", [extra])])
+    if origin is Literal:
+        return ", ".join(map(repr, arguments))
+    if origin is tuple:
+        items = [_allowed(argument) for argument in arguments if argument is not Ellipsis]
+        return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"
+    if arguments:  # a union
+        return " or ".join(_allowed(argument) for argument in arguments)
+    names = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "none"}
+    bounds = [
+        f"{sign} {getattr(limit, attribute):g}"
+        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        for limit in metadata
+        if getattr(limit, attribute, None) is not None
+    ]
+    patterns = [f"matching {limit.pattern}" for limit in metadata if getattr(limit, "pattern", None)]
+    return " ".join([names[annotation], " and ".join(bounds), *patterns]).replace("  ", " ").strip()
+
+
 def _explain(item: Any) -> str:
     names = [str(part) for part in item["loc"]]
     field = ".".join(names)
+    known = dict(fields())
     if item["type"] == "extra_forbidden":
-        leaves = [name for name, _ in fields()]
-        siblings = [name for name in leaves if name.rpartition(".")[0] == field.rpartition(".")[0]]
-        last = names[-1]
-        near = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.5)
-        close = [name for name in siblings if near and name.endswith(near[0])] or [
-            name for name in leaves if name.rpartition(".")[2] == last
-        ] or difflib.get_close_matches(field, leaves, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        known = ", ".join(name.rpartition(".")[2] for name in siblings) or ", ".join(Config.model_fields)
-        return f"unknown setting {field!r}{hint} (known here: {known})"
-    allowed = ""
-    info = dict(fields()).get(field)
-    if info is not None:
-        literal = _literal_values(info.annotation)
-        allowed = f" (allowed: {', '.join(map(repr, literal))})" if literal else ""
-        value = item.get("input")
-        near = difflib.get_close_matches(str(value), [str(v) for v in literal], n=1)
-        if near:
-            allowed += f"; did you mean {near[0]!r}?"
+        section = field.rpartition(".")[0]
+        siblings = [name for name in _names() if name.rpartition(".")[0] == section]
+        hint = _nearest(field, siblings)
+        here = ", ".join(name.rpartition(".")[2] for name in siblings)
+        return f"unknown setting {field!r}{f'; did you mean {hint!r}?' if hint else ''} (known here: {here})"
     message = item["msg"].removeprefix("Value error, ")
-    where = f"{field} = {item.get('input')!r}: " if info is not None else (f"{field}: " if field else "")
-    return f"{where}{message}{allowed}"
+    while names and ".".join(names) not in known:  # an error inside a list names its position too
+        names.pop()
+    if not names:
+        if item["type"] == "model_type":
+            inside = ", ".join(name for name in known if name.startswith(f"{field}."))
+            return f"{field} is a section, not a value; set {inside}"
+        return message if item["type"] == "value_error" else f"{field}: {message}"
+    info = known[".".join(names)]
+    near = difflib.get_close_matches(str(item["input"]), [str(v) for v in _literal_values(info.annotation)], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{field} = {item['input']!r}: {message} (allowed: {allowed(info)}){hint}"
+
+
+def _names(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields and sections."""
+    for name, info in model.model_fields.items():
+        yield f"{prefix}{name}"
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _names(info.annotation, f"{prefix}{name}.")
+
+
+def _nearest(field: str, siblings: Sequence[str]) -> str | None:
+    """The name that was probably meant: similar in the same section, else the same (then similar) in another."""
+    last = field.rpartition(".")[2]
+    for candidates, cutoff in ((siblings, 0.5), (list(_names()), 1.0), (list(_names()), 0.7)):
+        ends = {name.rpartition(".")[2]: name for name in reversed(candidates)}
+        near = difflib.get_close_matches(last, list(ends), n=1, cutoff=cutoff)
+        if near:
+            return ends[near[0]]
+    return None
 
 
 def _literal_values(annotation: Any) -> tuple[Any, ...]:

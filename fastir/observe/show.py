@@ -36,7 +36,11 @@ def _escape(character: str) -> str:
 
 
 def show(
-    console: Console, trajectories: Sequence[Trajectory], *, decode: Decode | None = None, void_filter: str | None = None
+    console: Console,
+    trajectories: Sequence[Trajectory],
+    *,
+    decode: Decode | None = None,
+    void_filter: str | None = None,
 ) -> None:
     """Print trajectories; markers such as ``[policy]`` stand in plain output too, colours only on a terminal.
 
