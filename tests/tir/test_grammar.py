@@ -74,6 +74,7 @@ ANSWER_CASES = {
     "call_half_open_interval": ("final_answer([0, 1))", "[0, 1)"),
     "call_half_open_interval_left": ("final_answer((0, 1])", "(0, 1]"),
     "call_apostrophe": ("final_answer(it's 5)", "it's 5"),
+    "call_apostrophe_pair": ("final_answer(it's 5) and that's all)", "it's 5"),
     "call_prime": ("final_answer(y' = 5)", "y' = 5"),
     "call_prime_pair": ("final_answer(f(x)' + g(x)')", "f(x)' + g(x)'"),
     "call_over_lines": ("final_answer(\n  18,\n)", "18,"),
