@@ -132,6 +132,23 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def read_step(path: Path, step: int | None = None, split: str | None = None) -> tuple[int | None, list[dict[str, Any]]]:
+    """(step, its rows) of a trajectories.jsonl; the last step by default. Only the rows of one step are parsed."""
+    lines: list[bytes] = []
+    found: int | None = None
+    with path.open("rb") as file:
+        for line in file:
+            head = _ROW_HEAD.match(line)
+            if head is None or not line.endswith(b"\n") or (step is not None and int(head[1]) != step):
+                continue
+            if split is not None and f'"split": {json.dumps(split)}, '.encode() not in line[:64]:
+                continue
+            if found != int(head[1]):
+                found, lines = int(head[1]), []
+            lines.append(line)
+    return found, [json.loads(line) for line in lines]
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """All rows of a metrics.jsonl as numbers, NaN and infinities restored."""
     return [{name: float(value) for name, value in row.items()} for row in read_rows(path)]

@@ -1,0 +1,5 @@
+"""``python -m fastir``."""
+
+from fastir.cli import main
+
+raise SystemExit(main())
