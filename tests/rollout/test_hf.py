@@ -1,0 +1,160 @@
+"""The Hugging Face engine against plain forward passes of the same weights."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastir.rollout.engine import SampleRequest, tensor_checksum, uniforms
+from fastir.rollout.hf import HFEngine
+from fastir.training.model import full_parameters, load_model
+from fastir.training.sync import SyncError, sync_weights
+
+
+def requests_of(tokenizer, count, max_tokens=24, seed=0):
+    prompts = [f"Q: What is {i * 37 + 11} + {i * 1009 + 5}?\nA: " for i in range(count)]
+    return [
+        SampleRequest((i,), np.array(tokenizer.encode(p, add_special_tokens=False), dtype=np.int32), max_tokens, (seed, i))
+        for i, p in enumerate(prompts)
+    ]
+
+
+def continued(request, sample, more, tokenizer):
+    extra = np.array(tokenizer.encode(more, add_special_tokens=False), dtype=np.int32)
+    ids = np.concatenate([request.token_ids, sample.token_ids, extra])
+    return SampleRequest(request.key, ids, request.max_tokens, (*request.seed, 1))
+
+
+@pytest.fixture(scope="module")
+def eager(model_config):
+    from fastir.training.model import model_source
+
+    return AutoModelForCausalLM.from_pretrained(model_source(model_config)[0], attn_implementation="eager").double().eval()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_plain_forward_pass(engine, tokenizer, eager, temperature):
+    requests = requests_of(tokenizer, 11)
+    for turn in range(2):
+        samples = engine.generate(requests, temperature=temperature)
+        for request, sample in zip(requests, samples, strict=True):
+            ids = torch.from_numpy(np.concatenate([request.token_ids, sample.token_ids])).long()
+            logits = eager(ids[None], use_cache=False).logits[0, len(request.token_ids) - 1 : -1] / temperature
+            expected = logits.log_softmax(-1).gather(1, ids[len(request.token_ids) :, None])[:, 0]
+            np.testing.assert_allclose(sample.logprobs, expected.detach(), atol=2e-5)
+            assert len(sample.token_ids) <= request.max_tokens
+        requests = [continued(r, s, f"\nresult {turn}\n", tokenizer) for r, s in zip(requests, samples, strict=True)]
+
+
+def test_same_seed_same_tokens_whatever_the_batch(engine, tokenizer):
+    requests = requests_of(tokenizer, 10)
+    together = engine.generate(requests, temperature=1.0)
+    engine.forget()
+    engine.batch_size = 3
+    apart = [engine.generate([r], temperature=1.0)[0] for r in requests]
+    for a, b in zip(together, apart, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+    other = engine.generate(requests_of(tokenizer, 10, seed=1), temperature=1.0)
+    assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(together, other, strict=True))
+
+
+def test_kept_prefix_changes_nothing(engine, tokenizer):
+    requests = requests_of(tokenizer, 6)
+    first = engine.generate(requests, temperature=1.0)
+    second = [continued(r, s, "\nCode execution result: 12\n", tokenizer) for r, s in zip(requests, first, strict=True)]
+    with_prefix = engine.generate(second, temperature=1.0)
+    engine.forget()
+    without = engine.generate(second, temperature=1.0)
+    for a, b in zip(with_prefix, without, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_a_prefix_that_does_not_match_is_not_used(engine, tokenizer):
+    request = requests_of(tokenizer, 1)[0]
+    engine.generate([request], temperature=1.0)
+    changed = request.token_ids.copy()
+    changed[3] += 1
+    other = SampleRequest(request.key, np.concatenate([changed, changed]), 8, (5,))
+    reused = engine.generate([other], temperature=1.0)[0]
+    engine.forget()
+    assert engine.generate([other], temperature=1.0)[0].token_ids.tolist() == reused.token_ids.tolist()
+
+
+def test_stop_string_keeps_the_ids_that_completed_it(model_config, tokenizer):
+    engine = HFEngine(load_model(model_config, torch.float32), tokenizer, stop=("A",), batch_size=64)
+    samples = engine.generate(requests_of(tokenizer, 64, max_tokens=40), temperature=1.5)
+    stopped = [s for s in samples if s.stop == "stop"]
+    assert stopped
+    for sample in samples:
+        ids = sample.token_ids.tolist()
+        assert ("A" in tokenizer.decode(ids)) == (sample.stop == "stop")
+        assert "A" not in tokenizer.decode(ids[:-1])
+        assert (ids[-1] == tokenizer.eos_token_id) == (sample.stop == "eos")
+        assert tokenizer.eos_token_id not in ids[:-1]
+        assert sample.stop != "length" or len(ids) == 40
+
+
+def test_sampling_frequencies_follow_the_policy(engine, tokenizer, eager):
+    """The first token of 4,000 draws against its exact distribution (chi-squared over tokens expected ≥ 5 times)."""
+    request = requests_of(tokenizer, 1)[0]
+    many = [SampleRequest((i,), request.token_ids, 1, (3, i)) for i in range(4000)]
+    engine.batch_size = 1000
+    drawn = np.bincount([s.token_ids[0] for s in engine.generate(many, temperature=1.0)], minlength=600)
+    logits = eager(torch.from_numpy(request.token_ids).long()[None], use_cache=False).logits[0, -1]
+    expected = 4000 * logits.softmax(-1).detach().numpy()
+    likely = expected >= 5
+    chi2 = ((drawn[: len(expected)] - expected) ** 2 / expected)[likely].sum()
+    freedom = max(1, likely.sum() - 1)
+    assert chi2 < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_greedy_takes_the_most_likely_token(engine, tokenizer, eager):
+    request = requests_of(tokenizer, 1, max_tokens=5)[0]
+    sample = engine.generate([request], temperature=0.0)[0]
+    ids = request.token_ids.tolist()
+    for token in sample.token_ids.tolist():
+        assert token == int(eager(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        ids.append(token)
+
+
+def test_new_weights_arrive_and_forget_the_prefixes(engine, policy, tokenizer):
+    request = requests_of(tokenizer, 1)[0]
+    engine.generate([request], temperature=1.0)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.01)
+    sync_weights(policy, engine, 7, torch.float32)
+    assert engine.weight_version == 7
+    assert not engine._prefixes
+    expected = dict(full_parameters(policy))
+    assert all(torch.equal(p, expected[n]) for n, p in engine.model.named_parameters())
+
+
+def test_sync_notices_an_engine_that_keeps_old_weights(engine, policy, monkeypatch):
+    with torch.no_grad():
+        next(policy.parameters()).mul_(1.5)
+    monkeypatch.setattr(engine, "load_weights", lambda parameters, version: list(parameters))
+    with pytest.raises(SyncError, match="holds other values of"):
+        sync_weights(policy, engine, 1, torch.float32)
+
+
+def test_missing_or_unknown_weights_are_refused(engine):
+    named = dict(engine.model.named_parameters())
+    name = next(iter(named))
+    with pytest.raises(KeyError, match="no weights given"):
+        engine.load_weights([(name, named[name])], 1)
+    with pytest.raises(KeyError, match="no parameter 'nope'"):
+        engine.load_weights([("nope", named[name])], 1)
+
+
+def test_checksum_sees_order_and_scale():
+    x = torch.randn(100)
+    assert tensor_checksum(x, torch.float32) == tensor_checksum(x.clone(), torch.float32)
+    assert tensor_checksum(x, torch.float32) != tensor_checksum(x.flip(0), torch.float32)
+    assert tensor_checksum(x, torch.float32) != tensor_checksum(x * 1.001, torch.float32)
+
+
+def test_uniforms_depend_only_on_their_address():
+    assert uniforms((1, 2, 3), 5).tolist() == uniforms((1, 2, 3), 9)[:5].tolist()
+    assert uniforms((1, 2, 3), 5).tolist() != uniforms((1, 3, 2), 5).tolist()

@@ -1,0 +1,203 @@
+"""Whole runs of the tiny model: files, filters, resume after kill -9, two ranks against one, and every way to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import fastir.training.trainer as trainer
+from fastir.config import load_config
+from fastir.observe.metrics import read_metrics
+from fastir.training.trainer import RunStopped, train
+from fastir.types import Trajectory
+
+SMALL = (
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "run.threads=1",
+    "eval.problems=8",
+    "observe.progress='off'",
+    "observe.tensorboard=false",
+)
+
+
+def small(tmp_path, *overrides, steps=3, name="run"):
+    return load_config("quickstart", [*SMALL, f"run.dir='{tmp_path}'", f"run.name={name}", f"run.steps={steps}", *overrides])
+
+
+def command(tmp_path, *arguments, name="run", steps=6, launcher=(sys.executable, "-m")):
+    return [
+        *launcher, "fastir", "train", "quickstart", *SMALL, f"run.dir={tmp_path}", f"run.name={name}",
+        f"run.steps={steps}", "data.heldout=none", "checkpoint.every=1", *arguments,
+    ]  # fmt: skip
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
+
+
+def read_trajectories(path):
+    return [Trajectory.from_json(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_what_it_promises(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = small(tmp_path)
+    summary = train(config)
+    on_disk = json.loads((config.run_dir / "summary.json").read_text())
+    assert on_disk == summary
+    names = ("accuracy_before", "accuracy_after", "void_rate_before", "void_rate_after", "train_seconds", "steps")
+    assert all(isinstance(summary[n], float | int) for n in names)
+    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert row["train/logprob_gap_mean"] < 1e-4
+        assert row["rollout/count"] == 16
+    trajectories = read_trajectories(config.run_dir / "trajectories.jsonl")
+    assert len(trajectories) == 3 * 16 + 2 * 8
+    assert {t.weight_version for t in trajectories} == {0, 1, 2, 3}
+    checkpoint = config.run_dir / "checkpoints" / "step-3" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.decode(model.generate(**tokenizer("Q: ", return_tensors="pt"), max_new_tokens=2)[0])
+
+
+def test_an_earlier_run_is_never_overwritten(tmp_path):
+    config = small(tmp_path, "data.heldout=none", steps=1)
+    train(config)
+    with pytest.raises(FileExistsError, match="--resume"):
+        train(config)
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        train(small(tmp_path, name="other"), resume=True)
+
+
+def test_killed_run_resumes_with_the_same_numbers(tmp_path):
+    """kill -9 in the middle of a step, then --resume: metrics and trajectories of a run that never stopped."""
+    subprocess.run(command(tmp_path, name="whole"), check=True, capture_output=True)
+    process = subprocess.Popen(command(tmp_path, name="killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 3):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(metrics.read_bytes().splitlines()) < 6
+    subprocess.run(command(tmp_path, "--resume", name="killed"), check=True, capture_output=True)
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        whole, resumed = ([json.loads(x) for x in (tmp_path / r / name).read_text().splitlines()] for r in ("whole", "killed"))
+        if name == "trajectories.jsonl":  # wall times of the tool differ
+            for row in (*whole, *resumed):
+                row.pop("seconds")
+                for turn in row["turns"]:
+                    turn.pop("exec_seconds")
+        assert without_times(whole) == without_times(resumed)
+
+
+def test_two_ranks_train_like_one(tmp_path):
+    """Same rollouts, same losses and gradient norms, up to rounding."""
+    subprocess.run(command(tmp_path, name="one", steps=2), check=True, capture_output=True)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command(tmp_path, name="two", steps=2, launcher=launcher), check=True, capture_output=True, env=environment)
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    for name in ("reward/mean", "rollout/count", "rollout/void_turn_rate", "train/tokens"):
+        assert [row[name] for row in one] == [row[name] for row in two]
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        np.testing.assert_allclose([r[name] for r in one], [r[name] for r in two], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["mask", "drop", "off"])
+def test_void_rollouts_reach_the_forward_pass_only_when_the_filter_is_off(tmp_path, mode, monkeypatch):
+    forwarded = []
+    original = trainer.pack
+
+    def spy(trajectories, advantages, members, budget):
+        batches = original(trajectories, advantages, members, budget)
+        forwarded.extend(trajectories[i].has_void for b in batches for i in b.trajectory_indices)
+        return batches
+
+    monkeypatch.setattr(trainer, "pack", spy)
+    train(small(tmp_path, f"algorithm.void_filter={mode}", "data.heldout=none", steps=3))
+    assert forwarded
+    assert any(forwarded) == (mode == "off")
+
+
+def test_a_step_in_which_nothing_trains_is_skipped_and_counted(tmp_path):
+    """A group of one has no advantage."""
+    config = small(tmp_path, "rollout.group_size=1", "data.heldout=none", steps=2)
+    train(config)
+    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    assert [row["train/updates"] for row in rows] == [0, 0]
+    assert [row["rollout/trained_share"] for row in rows] == [0, 0]
+
+
+def test_several_updates_per_batch(tmp_path):
+    config = small(tmp_path, "training.mini_batches=2", "training.epochs=2", "data.heldout=none", "training.token_budget=300", steps=2)
+    train(config)
+    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    assert all(2 <= row["train/updates"] <= 4 for row in rows)
+    assert rows[0]["train/updates"] in (2.0, 4.0)  # a share without signal is left out in both epochs
+
+
+def test_recomputed_old_logprobs_give_the_same_first_loss(tmp_path):
+    losses = []
+    for mode in ("sampler", "recompute"):
+        config = small(tmp_path, f"training.old_logprobs={mode}", "data.heldout=none", steps=1, name=mode)
+        train(config)
+        losses.append(read_metrics(config.run_dir / "metrics.jsonl")[0])
+    assert losses[0]["train/grad_norm"] == pytest.approx(losses[1]["train/grad_norm"], rel=1e-3)
+    assert losses[1]["train/old_kl"] == pytest.approx(0, abs=1e-7)
+
+
+def test_dynamic_sampling_replaces_groups_without_gradient(tmp_path):
+    overrides = ("rollout.dynamic_sampling=true", "data.heldout=none", "rollout.max_resample_rounds=3")
+    config = small(tmp_path, *overrides, steps=2)
+    train(config)
+    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    plain = small(tmp_path, "data.heldout=none", steps=1, name="plain")
+    train(plain)
+    assert rows[0]["rollout/count"] > read_metrics(plain.run_dir / "metrics.jsonl")[0]["rollout/count"]
+    counters = json.loads((config.run_dir / "checkpoints" / "step-2" / "trainer.json").read_text())
+    assert counters["position"] == sum(row["rollout/count"] for row in rows) / 4  # every problem drawn once
+
+
+def test_stale_engine_weights_stop_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "sync_weights", lambda *_: None)
+    with pytest.raises(RunStopped, match="disagree"):
+        train(small(tmp_path, "data.heldout=none", "optimizer.lr=0.05", steps=20))
+
+
+def test_wrong_temperature_stops_the_run(tmp_path, monkeypatch):
+    original = trainer.update
+    monkeypatch.setattr(trainer, "update", lambda *a, temperature, **k: original(*a, temperature=2.0, **k))
+    with pytest.raises(RunStopped, match="temperature"):
+        train(small(tmp_path, "data.heldout=none"))
+
+
+def test_failing_grader_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch):
+    import fastir.tir.reward as reward
+
+    failed = reward.GradeResult(correct=False, status="failed")
+    monkeypatch.setattr(reward.Grader, "grade_many", lambda self, pairs: [failed for _ in pairs])
+    config = small(tmp_path, "data.heldout=none")
+    with pytest.raises(RunStopped, match=r"failed in 16 of 16 rollouts.*max_failed_share"):
+        train(config)
+    assert (config.run_dir / "checkpoints" / "step-0").is_dir()
+
+
+def test_non_finite_updates_are_saved_and_stop_the_run(tmp_path, monkeypatch):
+    original = trainer.group_advantages
+    monkeypatch.setattr(trainer, "group_advantages", lambda *a, **k: original(*a, **k) * np.nan)
+    config = small(tmp_path, "data.heldout=none", "training.max_nonfinite_steps=2")
+    with pytest.raises(RunStopped, match="not finite in 2 updates"):
+        train(config)
+    assert read_trajectories(config.run_dir / "nonfinite" / "step-0.jsonl")
