@@ -34,6 +34,7 @@ from typing import Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from fastir.tir import sandbox_child as protocol
+from fastir.tir.sandbox_record import Settings
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "crashed"]
 
@@ -145,7 +146,7 @@ class _Zygote:
         """Start the process; blocking, a few milliseconds. Raises ``SandboxError`` if it cannot be started at all."""
         self.isolation = ""
         self._scratch = "" if isolate else tempfile.mkdtemp(prefix="fastir-sandbox-")
-        settings = protocol.Settings(
+        settings = Settings(
             isolate=isolate,
             timeout_seconds=config.timeout_seconds,
             cpu_seconds=config.cpu_seconds,

@@ -1,19 +1,22 @@
-"""The processes behind the sandbox, started by ``sandbox.py`` with a clean exec and never imported by the trainer.
+"""The processes behind the sandbox, started by ``sandbox.py`` with a clean exec and never imported by the code they run.
 
-launcher   started with an empty environment; enters the outer namespaces, forks the zygote, waits for it.
-zygote     pid 1 of the outer pid namespace. Has numpy and sympy imported. Forks one supervisor per execution.
-           It never sees code or output: each request is one end of a socket pair that goes to the supervisor.
-supervisor pid 1 of a pid namespace of its own, with its own mount, network, ipc, uts and cgroup namespaces. Forks
-           the worker, reads its output, enforces the limits, writes the result. When it ends, the kernel kills
-           everything inside, however daemonised or signal-proof.
-worker     runs the code (``sandbox_worker``) in one more user namespace, without capabilities, under seccomp and
-           rlimits.
+    launcher   started with an empty environment; enters the outer namespaces, forks the keeper, waits for it.
+    keeper     pid 1 of the outer pid namespace. Builds the read-only root. Forks one supervisor per execution; stays
+               small, so that this is cheap. It never sees code or output: each request is one end of a socket pair
+               that goes to the supervisor.
+    zygote     the keeper's child with numpy and sympy imported. Forks one worker per execution into the namespaces of
+               the supervisor that asks, and reports how the worker ended.
+    supervisor pid 1 of a pid namespace of its own, with its own mount, network, ipc, uts and cgroup namespaces. Has the
+               worker forked, reads its output, enforces the limits, writes the result. When it ends, the kernel kills
+               everything inside, however daemonised or signal-proof.
+    worker     runs the code (``sandbox_worker``) in one more user namespace, without capabilities, under seccomp and
+               rlimits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import importlib
 import json
 import os
 import select
@@ -24,10 +27,10 @@ import struct
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import NoReturn
 
 from fastir.tir import sandbox_worker
-from fastir.tir.sandbox_worker import Record, Settings
+from fastir.tir.sandbox_record import FINISHED, OUT_OF_MEMORY, RAISED, SETUP, Record, Settings, fork_into
 
 if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
@@ -40,7 +43,7 @@ CODE_HEADER = struct.Struct("<I")
 KILL_GRACE_SECONDS = 0.6  # after the time limit the zygote kills a supervisor that has not ended by itself
 _POLL_SECONDS = 0.02  # how often memory and process counts are looked at
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CONNECTION = 3  # the supervisor's descriptor for its socket to the trainer
+_CONNECTION, _ZYGOTE = 3, 4  # the supervisor's sockets: to the trainer, and for requests to the zygote
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -110,46 +113,20 @@ class _Usage:
             return b""
 
 
-def _own_memory() -> tuple[int, int]:
-    """Virtual and resident bytes of this process: what a worker starts with. Zeros where there is no /proc."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            virtual, resident = file.read().split()[:2]
-    except OSError:
-        return 0, 0
-    return int(virtual) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
+def _kill_everything(settings: Settings, worker: int, status_fd: int, known: int | None) -> None:
+    """Kill and reap all processes of this execution; returns when the last is gone.
 
-
-def _kill_everything(settings: Settings, worker: int) -> None:
-    """Kill and reap all processes of this execution."""
-    if settings.isolate:
-        try:
-            os.kill(-1, signal.SIGKILL)  # as pid 1: everything in this pid namespace but ourselves
-        except ProcessLookupError:
-            pass
-    while True:
-        if not settings.isolate:
-            _kill_known(worker)
-        try:
-            pid, _ = os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def _kill_known(worker: int) -> None:
-    """Without a pid namespace: the worker's process group, and orphans, which Linux hands to us as their subreaper."""
-    children = [worker]
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            children += [int(pid) for pid in file.read().split()]
-    except OSError:
-        pass
-    for pid in children:
-        for kill in (os.killpg, os.kill):
-            try:
-                kill(pid, signal.SIGKILL)
-            except OSError:
-                continue
+    ``worker`` is the zygote's child, not ours: that it is gone is told through ``status_fd``, unless its wait status is
+    ``known`` already.
+    """
+    kill, target = (os.kill, -1) if settings.isolate else (os.killpg, worker)
+    with contextlib.suppress(OSError):
+        kill(target, signal.SIGKILL)  # -1 as pid 1: everything in this pid namespace but ourselves
+    if known is None:
+        os.read(status_fd, 4)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
 
 
 class _Output:
@@ -186,20 +163,18 @@ class _Output:
                     break
 
 
-def _watch(settings: Settings, worker: int, output: _Output, usage: _Usage | None) -> tuple[str, int | None, float]:
+def _watch(
+    settings: Settings, status_fd: int, output: _Output, usage: _Usage | None
+) -> tuple[str, int | None, float]:
     """Wait until the worker ends or a limit is hit: (reason or "", wait status of the worker or None, seconds)."""
     begin = time.monotonic()
     deadline = begin + settings.timeout_seconds
     out = next(iter(output.kept))
     poll = select.poll()
-    for fd in output.kept:
+    for fd in (*output.kept, status_fd):
         poll.register(fd, select.POLLIN)
     poll.register(_CONNECTION, 0)  # hang-up is always reported
-    worker_fd = os.pidfd_open(worker) if hasattr(os, "pidfd_open") else -1
-    if worker_fd >= 0:
-        poll.register(worker_fd, select.POLLIN)
     next_look = begin + _POLL_SECONDS
-    reason = ""
     while True:
         now = time.monotonic()
         if now >= deadline:
@@ -208,21 +183,23 @@ def _watch(settings: Settings, worker: int, output: _Output, usage: _Usage | Non
             reason = usage.over_limit() if usage else ""
             if reason:
                 return reason, None, now - begin
+            if settings.isolate:
+                while _reap()[0]:  # orphans come to us: unreaped, they would count as processes
+                    pass
             next_look = time.monotonic() + _POLL_SECONDS
         wait = max(0.0, min(deadline, next_look) - time.monotonic())
-        for fd, _ in poll.poll(wait * 1000 + 0.5):
-            if fd == _CONNECTION:  # the trainer has hung up: nobody wants the result
-                return "cancelled", None, time.monotonic() - begin
-            if fd in output.kept and not output.read(fd):
+        ready = {fd for fd, _ in poll.poll(wait * 1000 + 0.5)}
+        if _CONNECTION in ready:  # the trainer has hung up: nobody wants the result
+            return "cancelled", None, time.monotonic() - begin
+        for fd in output.kept:
+            if fd in ready and not output.read(fd):
                 poll.unregister(fd)
         if out in output.overflowed:
             return "output", None, time.monotonic() - begin
-        while True:  # orphans come to us: reap them, or they would count as processes
-            pid, status = _reap()
-            if pid == worker:
-                return "", status, time.monotonic() - begin
-            if pid == 0:
-                break
+        if status_fd in ready:
+            seconds = time.monotonic() - begin
+            status = os.read(status_fd, 4)
+            return ("", int.from_bytes(status, "little"), seconds) if status else ("cancelled", 0, seconds)
 
 
 def _reap() -> tuple[int, int]:
@@ -249,11 +226,11 @@ def _judge(reason: str, wait_status: int | None, record: Record, settings: Setti
             return "timeout", f"TimeoutError: more than {settings.cpu_seconds:g} s of CPU time".encode()
         return "crashed", f"killed by signal {number} ({signal.strsignal(number)})".encode()
     state = record.state()
-    if state == sandbox_worker.FINISHED:
+    if state == FINISHED:
         return "ok", b""
-    if state == sandbox_worker.RAISED:
+    if state == RAISED:
         return "error", b""
-    if state == sandbox_worker.OUT_OF_MEMORY:
+    if state == OUT_OF_MEMORY:
         return "memory", b""
     return "crashed", f"exited with status {os.WEXITSTATUS(wait_status)} before the end of the script".encode()
 
@@ -263,7 +240,7 @@ def _frame(status: str, seconds: float, *texts: bytes | None) -> bytes:
     return RESULT_HEADER.pack(STATUSES.index(status), seconds, *lengths) + b"".join(text or b"" for text in texts)
 
 
-def _supervise(settings: Settings, has_proc: bool, seccomp: bytes | None) -> None:
+def _supervise(settings: Settings, has_proc: bool) -> None:
     """Body of the supervisor: one execution, from reading the code to writing the result to ``_CONNECTION``."""
     directory = ""
     if settings.isolate:
@@ -272,44 +249,37 @@ def _supervise(settings: Settings, has_proc: bool, seccomp: bytes | None) -> Non
         )
         linux.mount_private(tmp_bytes=settings.tmp_bytes, has_proc=has_proc)
         linux.set_capabilities(effective=False)
-        os.chdir("/tmp")
     else:
-        if sys.platform == "linux":
-            linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         directory = tempfile.mkdtemp(dir=settings.scratch)
-        os.chdir(directory)
-    if sys.platform == "linux":
-        linux.prctl(linux.PR_SET_DUMPABLE, 0)  # its memory and descriptors are closed to the code
     (length,) = CODE_HEADER.unpack(_read_exactly(_CONNECTION, CODE_HEADER.size))
     code = _read_exactly(_CONNECTION, length)
-    virtual, resident = _own_memory()
-    record = Record()
+    record_fd = os.memfd_create("record") if hasattr(os, "memfd_create") else _unlinked_file(settings.scratch)
+    record = Record.create(record_fd, directory, code)
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
     setup_read, setup_write = os.pipe()
-    worker = os.fork()
-    if worker == 0:
-        try:
-            sandbox_worker.prepare(settings, (out_write, err_write, setup_write), virtual, seccomp)
-            os.write(3, b"+")
-        except BaseException as error:
-            os.write(3, f"{type(error).__name__}: {error}".encode())
-            os._exit(1)
-        os.close(3)
-        sandbox_worker.run_code(code, record)
-    for fd in (out_write, err_write, setup_write):
+    status_read, status_write = os.pipe()
+    handed_over = [out_write, err_write, setup_write, status_write, record_fd]
+    if settings.isolate:
+        handed_over.append(os.pidfd_open(1))
+    with socket.socket(fileno=_ZYGOTE) as zygote:
+        socket.send_fds(zygote, [b"W"], handed_over)
+    for fd in handed_over:
         os.close(fd)
     setup = os.read(setup_read, 4096)
+    if sys.platform == "linux":  # not before: the worker joins our namespaces with the rights of a debugger
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)
     os.close(setup_read)
-    if setup != b"+":
-        raise RuntimeError(f"the worker could not confine itself: {setup.decode()}")
+    if setup[:1] != b"+":
+        raise RuntimeError(f"the worker could not be set up: {setup.decode() or 'the zygote failed'}")
+    worker, virtual, resident = SETUP.unpack(setup[1:])
     _write_all(_CONNECTION, STARTED)
     output = _Output(settings.output_bytes)
     output.add(out_read)
     output.add(err_read)
     usage = _Usage(settings, virtual, resident) if settings.isolate and has_proc else None
-    reason, wait_status, seconds = _watch(settings, worker, output, usage)
-    _kill_everything(settings, worker)
+    reason, wait_status, seconds = _watch(settings, status_read, output, usage)
+    _kill_everything(settings, worker, status_read, wait_status)
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
     if reason == "cancelled":
@@ -323,27 +293,25 @@ def _supervise(settings: Settings, has_proc: bool, seccomp: bytes | None) -> Non
     _write_all(_CONNECTION, _frame(status, seconds, stdout, stderr, error, trace, record.answer()))
 
 
-# ------------------------------------------------------------------------------------------------------------- zygote
+def _unlinked_file(directory: str) -> int:
+    fd, path = tempfile.mkstemp(dir=directory)
+    os.unlink(path)
+    return fd
 
 
-def _fork_supervisor(connection: int, settings: Settings, has_proc: bool, seccomp: bytes | None, own_fd: int) -> int:
+# ------------------------------------------------------------------------------------------------------------- keeper
+
+def _fork_supervisor(connection: int, settings: Settings, has_proc: bool, zygote: int, own: int) -> int:
     """Fork a supervisor, as pid 1 of a new pid namespace; returns its pid."""
-    if settings.isolate:
-        linux.unshare(linux.CLONE_NEWPID)  # for the next child, not for us
-    try:
-        pid = os.fork()
-    except OSError:
-        if settings.isolate:
-            linux.setns(own_fd, linux.CLONE_NEWPID)
-        raise
+    pid = fork_into(-1, own)
     if pid:
-        if settings.isolate:
-            linux.setns(own_fd, linux.CLONE_NEWPID)
         return pid
     try:
+        zygote = os.dup(zygote)
         os.dup2(connection, _CONNECTION)
-        os.closerange(_CONNECTION + 1, 1 << 20)
-        _supervise(settings, has_proc, seccomp)
+        os.dup2(zygote, _ZYGOTE)
+        os.closerange(_ZYGOTE + 1, 1 << 20)
+        _supervise(settings, has_proc)
     except (BrokenPipeError, ConnectionResetError, EOFError):
         os._exit(0)  # the trainer has hung up
     except BaseException as error:
@@ -355,48 +323,50 @@ def _fork_supervisor(connection: int, settings: Settings, has_proc: bool, seccom
     os._exit(0)
 
 
-def _serve(control: socket.socket, settings: Settings, has_proc: bool, seccomp: bytes | None) -> None:
-    """Fork a supervisor for each descriptor that arrives, until the trainer closes its end."""
-    own_fd = os.pidfd_open(os.getpid()) if settings.isolate else -1
+def _serve(
+    control: socket.socket,
+    settings: Settings,
+    has_proc: bool,
+    zygote: socket.socket,
+    zygote_pid: int,
+    running: dict[int, float],
+) -> None:
+    """Fork a supervisor for each descriptor that arrives, until the trainer closes its end or the zygote dies.
+
+    ``running`` maps the supervisors' pids to the (monotonic) times at which they have to be killed.
+    """
+    own = os.pidfd_open(os.getpid()) if settings.isolate else -1
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    running: dict[int, tuple[int, float]] = {}  # pid -> (pidfd or -1, time to kill it)
-    by_fd: dict[int, int] = {}
+    poll.register(zygote, 0)  # hang-up is always reported
     budget = settings.timeout_seconds + KILL_GRACE_SECONDS
     while True:
-        now = time.monotonic()
-        for pid, (_, limit) in running.items():
-            if limit <= now:
-                os.kill(pid, signal.SIGKILL)
-        wait = min((max(limit - now, 0.05) for _, limit in running.values()), default=60.0)
-        ready = {fd for fd, _ in poll.poll(wait * 1000)}
-        while running and (ready & by_fd.keys() or not by_fd):
+        while running:
             pid, _ = _reap()
             if pid == 0:
                 break
-            fd, _ = running.pop(pid, (-1, 0.0))
-            if fd >= 0:
-                poll.unregister(fd)
-                ready.discard(fd)
-                del by_fd[fd]
-                os.close(fd)
+            if pid == zygote_pid:
+                return
+            running.pop(pid, None)
+        now = time.monotonic()
+        for pid, limit in running.items():
+            if limit <= now:
+                os.kill(pid, signal.SIGKILL)
+        wait = min((max(limit - now, 0.05) for limit in running.values()), default=60.0)
+        ready = {fd for fd, _ in poll.poll(wait * 1000)}
+        if zygote.fileno() in ready:
+            return
         if control.fileno() not in ready:
             continue
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
-            for pid in running:
-                os.kill(pid, signal.SIGKILL)
             return
         if not fds:  # a ping
             control.sendall(b"p")
             continue
         try:
-            pid = _fork_supervisor(fds[0], settings, has_proc, seccomp, own_fd)
-            pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-            running[pid] = (pidfd, time.monotonic() + budget)
-            if pidfd >= 0:
-                by_fd[pidfd] = pid
-                poll.register(pidfd, select.POLLIN)
+            pid = _fork_supervisor(fds[0], settings, has_proc, zygote.fileno(), own)
+            running[pid] = time.monotonic() + budget
         except OSError as error:
             text = f"cannot fork a supervisor: {error}".encode()
             os.write(fds[0], _frame("infrastructure", 0.0, b"", b"", text, b"", None))
@@ -404,73 +374,71 @@ def _serve(control: socket.socket, settings: Settings, has_proc: bool, seccomp: 
             os.close(fds[0])
 
 
-def _preload(names: list[str]) -> None:
-    """Import what the code will want and touch what it loads lazily, so that executions inherit it."""
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
-    for name in names:
-        importlib.import_module(name)
-    if "numpy" in names:
-        numpy: Any = sys.modules["numpy"]
-        importlib.import_module("numpy.random")
-        numpy.linalg.solve(numpy.eye(2), numpy.ones(2))
-    if "sympy" in names:
-        sympy: Any = sys.modules["sympy"]
-        x = sympy.Symbol("x")
-        sympy.factor(x**2 - 1)
-        sympy.solve(x**2 - 2, x)
-        sympy.integrate(x * sympy.sin(x), x)
-        sympy.factorint(600851475143)
-        str(sympy.simplify(sympy.sqrt(8) + x))
-        sympy.core.random.seed(0)
-    os.environ.clear()
-
-
-def _zygote(control: socket.socket, settings: Settings) -> None:
-    """Set up the root, import, report readiness (or what failed), serve."""
-    has_proc, seccomp, parts = True, None, []
-    step = "isolating"
+def _keep(control: socket.socket, settings: Settings) -> None:
+    """Set up the root, start the zygote, report readiness (or what failed), serve, kill what is left."""
+    has_proc = True
+    parts: list[str] = []
+    step = "building the read-only root"
     try:
         if settings.isolate:
-            step = "building the read-only root"
             has_proc = linux.build_root(settings.prefixes)
             socket.sethostname("sandbox")
-            os.umask(0o022)
-            bound = linux.become_unprivileged()
+            unprivileged = linux.become_unprivileged()
             linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-            seccomp = linux.seccomp_program()
+            linux.prctl(linux.PR_SET_DUMPABLE, 1)  # the zygote's workers join our supervisors' namespaces
             parts = ["user+pid+mount+net+ipc+uts+cgroup namespaces", "read-only root", "private tmpfs /tmp"]
             parts += ["no capabilities", "no-new-privs", "rlimits"]
-            parts += ["seccomp filter"] if seccomp else ["no seccomp filter on this machine type"]
+            parts += ["seccomp filter" if linux.seccomp_program() else "no seccomp filter on this machine type"]
             parts += [] if has_proc else ["no /proc (masked by the container runtime)"]
-            parts += [] if bound else ["host uid 0 (no other id is mapped)"]
+            parts += [] if unprivileged else ["host uid 0 (no other id is mapped)"]
             inside = [target + os.sep for _, target in settings.prefixes]
             sys.path[:] = [path for path in sys.path if any((path + os.sep).startswith(prefix) for prefix in inside)]
-        if sys.platform == "linux":
-            linux.limit_malloc_arenas()
-            if has_proc:
-                linux.wipe_arguments_and_environment()
-        step = f"importing {', '.join(settings.preload)}"
-        _preload(settings.preload)
-        sys.argv[:] = ["main.py"]
-        sys.orig_argv[:] = ["python"]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "fastir"]:
-            del sys.modules[name]
+        os.umask(0o022)
+        if sys.platform == "linux" and has_proc:
+            linux.wipe_arguments_and_environment()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        null = os.open("/dev/null", os.O_RDWR)
-        os.dup2(null, 2)
-        os.close(null)
+        step = f"importing {', '.join(settings.preload)}"
+        ours, theirs = socket.socketpair()
+        zygote_pid = os.fork()
+        if zygote_pid == 0:
+            control.close()
+            ours.close()
+            _become_zygote(theirs, settings)
+        theirs.close()
+        reply = ours.recv(65536)
+        if reply != b"ready":
+            raise SystemError(reply.decode() or "the zygote died")
     except BaseException as error:
-        control.sendall(json.dumps({"failed": step, "error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        text = str(error) if isinstance(error, SystemError) else f"{type(error).__name__}: {error}"
+        control.sendall(json.dumps({"failed": step, "error": text}).encode() + b"\n")
         return
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 2)
+    os.close(null)
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, every inherited page
     control.sendall(json.dumps({"isolation": ", ".join(parts)}).encode() + b"\n")
-    _serve(control, settings, has_proc, seccomp)
+    running: dict[int, float] = {}
+    _serve(control, settings, has_proc, ours, zygote_pid, running)
+    for pid in (zygote_pid, *running):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _become_zygote(requests: socket.socket, settings: Settings) -> NoReturn:
+    """Become the zygote."""
+    try:
+        sandbox_worker.serve(requests, settings)
+    finally:
+        os._exit(1)
 
 
 def main(control_fd: int) -> None:
-    """Entry point: read the settings from the control socket, isolate, become the zygote's parent."""
+    """Entry point: read the settings from the control socket, isolate, become the keeper's parent."""
     control = socket.socket(fileno=control_fd)
     text = b""
     while not text.endswith(b"\n"):
@@ -480,7 +448,7 @@ def main(control_fd: int) -> None:
         text += piece
     settings = Settings(**json.loads(text))
     if not settings.isolate:
-        _zygote(control, settings)
+        _keep(control, settings)
         os._exit(0)
     try:
         linux.enter_user_namespace(
@@ -497,9 +465,9 @@ def main(control_fd: int) -> None:
     child = os.fork()
     if child == 0:
         try:
-            _zygote(control, settings)
+            _keep(control, settings)
         finally:
             os._exit(0)
-    control.close()  # the zygote's copy alone keeps the trainer's end from reading end-of-file
+    control.close()  # the keeper's copy alone keeps the trainer's end from reading end-of-file
     os.waitpid(child, 0)
     os._exit(0)

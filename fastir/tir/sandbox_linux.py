@@ -177,13 +177,6 @@ def set_capabilities(*, effective: bool) -> None:
         _, low, _, _, high, _ = struct.unpack("<6I", data.raw)
         _check(_libc.capset(header, struct.pack("<6I", low, low, 0, high, high, 0)), "capset")
         return
-    for capability in range(64):
-        try:
-            prctl(PR_CAPBSET_DROP, capability)
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # past the last capability this kernel knows
-                break
-            raise
     _check(_libc.capset(header, bytes(24)), "capset")
 
 

@@ -1,6 +1,6 @@
-"""The process that runs model-written code: applies the limits to itself, executes, records the outcome.
+"""The zygote, and the workers it forks: a worker applies the limits to itself, executes the code, records the outcome.
 
-It holds three descriptors: /dev/null and the write ends of two pipes. Its outcome and ``final_answer`` travel in
+A worker holds three descriptors: /dev/null and the write ends of two pipes. Its outcome and ``final_answer`` travel in
 anonymous shared memory, so nothing that is printed, or written to or closed as a descriptor, can be taken for them.
 """
 
@@ -8,87 +8,32 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import gc
+import importlib
 import linecache
 import math
-import mmap
 import os
 import random
 import resource
+import select
 import signal
+import socket
 import sys
 import threading
 import traceback
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NoReturn
+
+from fastir.tir.sandbox_record import FINISHED, OUT_OF_MEMORY, RAISED, SETUP, Record, Settings, fork_into
 
 if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
 
-RUNNING, FINISHED, RAISED, OUT_OF_MEMORY = range(4)
-ERROR_BYTES, TRACEBACK_BYTES, ANSWER_BYTES = 4096, 32768, 16384
 _CODE_NAME = "<code>"
 _SPARE_BYTES = 32 << 20  # above the memory limit, to write down the MemoryError
-
-
-class Settings(NamedTuple):
-    """What the zygote is told: ``SandboxConfig`` in plain numbers, and where the read-only tree comes from."""
-
-    isolate: bool
-    timeout_seconds: float
-    cpu_seconds: float
-    memory_bytes: int
-    processes: int
-    output_bytes: int
-    tmp_bytes: int
-    preload: list[str]
-    prefixes: list[tuple[str, str]]  # (real path on the host, path inside)
-    scratch: str  # without isolation: a directory for working directories
-
-
-class Record:
-    """Outcome and answer of one execution, in memory shared by the worker (writes) and its supervisor (reads)."""
-
-    _ERROR = 2
-    _TRACEBACK = _ERROR + 4 + ERROR_BYTES
-    _ANSWERS = (_TRACEBACK + 4 + TRACEBACK_BYTES, _TRACEBACK + 4 + TRACEBACK_BYTES + 4 + ANSWER_BYTES)
-    _SIZE = _ANSWERS[1] + 4 + ANSWER_BYTES
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, self._SIZE)
-
-    def _put(self, offset: int, data: bytes, limit: int) -> None:
-        data = data[:limit]
-        self._memory[offset : offset + 4 + len(data)] = len(data).to_bytes(4, "little") + data
-
-    def _get(self, offset: int, limit: int) -> bytes:
-        length = min(int.from_bytes(self._memory[offset : offset + 4], "little"), limit)
-        return self._memory[offset + 4 : offset + 4 + length]
-
-    def set_answer(self, data: bytes) -> None:
-        """Replace the answer. The old one stays valid until the new one is complete."""
-        slot = 1 if self._memory[1] != 1 else 2
-        self._put(self._ANSWERS[slot - 1], data, ANSWER_BYTES)
-        self._memory[1] = slot
-
-    def finish(self, state: int, error: bytes = b"", trace: bytes = b"") -> None:
-        """Write the outcome; ``state`` last, so a half-written record still reads as running."""
-        self._put(self._ERROR, error, ERROR_BYTES)
-        self._put(self._TRACEBACK, trace, TRACEBACK_BYTES)
-        self._memory[0] = state
-
-    def state(self) -> int:
-        return self._memory[0]
-
-    def error(self) -> bytes:
-        return self._get(self._ERROR, ERROR_BYTES)
-
-    def trace(self) -> bytes:
-        return self._get(self._TRACEBACK, TRACEBACK_BYTES)
-
-    def answer(self) -> bytes | None:
-        slot = self._memory[1]
-        return self._get(self._ANSWERS[slot - 1], ANSWER_BYTES) if slot in (1, 2) else None
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def _encode(text: str) -> bytes:
@@ -108,60 +53,57 @@ def _make_final_answer(record: Record) -> Callable[..., None]:
     return final_answer
 
 
-def _describe(error: BaseException) -> tuple[bytes, bytes]:
-    """The last traceback line and the whole traceback, without this module's own frame."""
+def _describe(error: BaseException | None) -> tuple[int, bytes, bytes]:
+    """State, last traceback line and whole traceback, the latter without this module's own frame."""
+    if error is None or isinstance(error, SystemExit) and error.code in (None, 0):
+        return FINISHED, b"", b""
+    state = RAISED
     try:
-        trace = error.__traceback__.tb_next if error.__traceback__ else None
-        lines = traceback.format_exception(type(error), error, trace, limit=-50)
-        last = traceback.format_exception_only(type(error), error)[-1]
-        return _encode(last.strip()), _encode("".join(lines))
-    except BaseException:  # the code may have broken the traceback module, or memory is gone
-        name = type.__dict__["__name__"].__get__(type(error))
-        return _encode(name), b""
-
-
-def run_code(code: bytes, record: Record) -> None:
-    """Execute ``code`` as ``__main__`` and write the outcome to ``record``."""
-    pristine = dict(builtins.__dict__)
-    restore_clear, restore_update, exit_now, getpid = dict.clear, dict.update, os._exit, os.getpid
-    out, err, join_threads, run_exit_functions = sys.stdout, sys.stderr, threading._shutdown, atexit._run_exitfuncs
-    worker = getpid()
-    module = types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = module
-    builtins.__dict__["final_answer"] = _make_final_answer(record)
-    state, error_line, trace = FINISHED, b"", b""
-    try:
-        text = code.decode("utf-8", "surrogatepass")
-        linecache.cache[_CODE_NAME] = (len(text), None, text.splitlines(keepends=True), _CODE_NAME)
-        exec(compile(text, _CODE_NAME, "exec", dont_inherit=True), module.__dict__)
-    except BaseException as error:
-        restore_clear(builtins.__dict__)
-        restore_update(builtins.__dict__, pristine)
         if isinstance(error, MemoryError):
             state = OUT_OF_MEMORY
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        elif not isinstance(error, SystemExit) or error.code not in (None, 0):
-            state = RAISED
-        if state != FINISHED:
-            error_line, trace = _describe(error)
-    finally:
-        restore_clear(builtins.__dict__)
-        restore_update(builtins.__dict__, pristine)
-    for last_rite in (
-        join_threads,
-        run_exit_functions,
-        sys.stdout.flush if sys.stdout else getpid,
-        out.flush,
-        err.flush,
-    ):
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        lines = traceback.format_exception(type(error), error, trace, limit=-50)
+        last = traceback.format_exception_only(type(error), error)[-1]
+        return state, _encode(last.strip()), _encode("".join(lines))
+    except BaseException:  # the code may have broken the traceback module, or memory is gone
+        return state, _encode(type.__dict__["__name__"].__get__(type(error))), b""
+
+
+def _run_code(code: bytes, record: Record) -> NoReturn:
+    """Execute ``code`` as ``__main__``, write the outcome to ``record``, end the process.
+
+    The code may have replaced anything, builtins included. So whatever is needed afterwards is at hand in local
+    variables, and what looks names up runs after the builtins have been put back.
+    """
+    pristine = dict(builtins.__dict__)
+    clear, update, exit_now, getpid, exc_info = dict.clear, dict.update, os._exit, os.getpid, sys.exc_info
+    out, err, join_threads, run_exit_functions = sys.stdout, sys.stderr, threading._shutdown, atexit._run_exitfuncs
+    describe, finish, worker = _describe, record.finish, getpid()
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    builtins.__dict__["final_answer"] = _make_final_answer(record)
+    builtins_dict, state, error_line, trace = builtins.__dict__, FINISHED, b"", b""
+    try:
+        text = code.decode("utf-8", "surrogatepass")
+        linecache.cache[_CODE_NAME] = (len(text), None, text.splitlines(keepends=True), _CODE_NAME)
+        exec(compile(text, _CODE_NAME, "exec", dont_inherit=True), module.__dict__)
+    except:  # noqa: E722 -- naming BaseException would look it up
+        error = exc_info()[1]
+        clear(builtins_dict)
+        update(builtins_dict, pristine)
+        state, error_line, trace = describe(error)
+    clear(builtins_dict)
+    update(builtins_dict, pristine)
+    for last_rite in (join_threads, run_exit_functions, out.flush, err.flush):
         try:
             last_rite()
         except BaseException:  # a closed stdout, a raising exit function: the outcome is known already
             continue
     if getpid() == worker:  # a forked child that runs to the end is not the script
-        record.finish(state, error_line, trace)
+        finish(state, error_line, trace)
     exit_now(0)
 
 
@@ -212,31 +154,136 @@ def _confine(settings: Settings, base_bytes: int, seccomp: bytes | None) -> None
             linux.install_seccomp(seccomp)
 
 
-def _seed() -> None:
-    """The same random numbers in every execution, unless the code asks otherwise."""
-    random.seed(0)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed(0)  # type: ignore[attr-defined]
-        entropy = random.Random(0)
-        # Where default_rng() without a seed takes its entropy from.
-        sys.modules["numpy.random.bit_generator"].randbits = entropy.getrandbits  # type: ignore[attr-defined]
+def _become_worker(settings: Settings, fds: list[int], seccomp: bytes | None) -> NoReturn:
+    """Turn a fresh fork of the zygote into a worker: namespaces, descriptors, limits, streams, seed; then run the code.
 
-
-def prepare(settings: Settings, pipes: tuple[int, int, int], base_bytes: int, seccomp: bytes | None) -> None:
-    """Turn a fresh fork of the supervisor into a worker: descriptors, limits, standard streams, seeds.
-
-    ``pipes`` become descriptors 1 (stdout), 2 (stderr) and 3 (on which the caller reports that all went well, and which
-    it closes before the code runs). ``base_bytes`` of address space are in use already.
+    ``fds`` are stdout, stderr, the pipe to report the setup on, the pipe for the wait status (the zygote's affair), the
+    record, and with isolation a pidfd of the supervisor. All but the first two are closed before the code runs.
     """
-    os.setsid()
-    null = os.open("/dev/null", os.O_RDONLY)
-    for source, target in ((pipes[2], 3), (pipes[0], 1), (pipes[1], 2), (null, 0)):
-        os.dup2(source, target)
-    os.closerange(4, 1 << 20)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    _confine(settings, base_bytes, seccomp)
-    _open_standard_streams()
-    _seed()
+    os.dup2(fds[2], 9)
+    try:
+        record = Record(fds[4])
+        if settings.isolate:
+            linux.setns(
+                fds[5],
+                linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP,
+            )
+        os.chdir(record.directory() or "/tmp")
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDONLY)
+        for source, target in ((fds[0], 1), (fds[1], 2), (null, 0)):
+            os.dup2(source, target)
+        os.closerange(3, 9)
+        os.closerange(10, 1 << 20)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        virtual, resident = _own_memory()
+        _confine(settings, virtual, seccomp)
+        _open_standard_streams()
+        random.seed(0)  # forking has reseeded it from the system
+        code = record.code()
+        os.write(9, b"+" + SETUP.pack(os.getpid(), virtual, resident))
+    except BaseException as error:
+        os.write(9, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.close(9)
+    _run_code(code, record)
+
+
+def _own_memory() -> tuple[int, int]:
+    """Virtual and resident bytes of this process: what the code starts with. Zeros where there is no /proc."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            virtual, resident = file.read().split()[:2]
+    except OSError:
+        return 0, 0
+    return int(virtual) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
+
+
+# ------------------------------------------------------------------------------------------------------------- zygote
+
+
+def _preload(names: list[str]) -> None:
+    """Import what the code will want and touch what it loads lazily, so that executions inherit it."""
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    for name in names:
+        importlib.import_module(name)
+    if "numpy" in names:
+        numpy: Any = sys.modules["numpy"]
+        numpy.linalg.solve(numpy.eye(2), numpy.ones(2))
+        numpy.random.seed(0)
+        # Where default_rng() without a seed takes its entropy from: the same numbers in every execution.
+        importlib.import_module("numpy.random.bit_generator").__dict__["randbits"] = random.Random(0).getrandbits
+    if "sympy" in names:
+        sympy: Any = sys.modules["sympy"]
+        x = sympy.Symbol("x")
+        sympy.factor(x**2 - 1)
+        sympy.solve(x**2 - 2, x)
+        sympy.integrate(x * sympy.sin(x), x)
+        sympy.factorint(600851475143)
+        str(sympy.simplify(sympy.sqrt(8) + x))
+        sympy.core.random.seed(0)
+    os.environ.clear()
+
+
+def serve(requests: socket.socket, settings: Settings) -> None:
+    """The zygote: import, say so, then fork a worker for each supervisor that asks, and tell it how the worker ended."""
+    try:
+        if sys.platform == "linux":
+            linux.limit_malloc_arenas()
+        _preload(settings.preload)
+    except BaseException as error:
+        requests.sendall(f"{type(error).__name__}: {error}".encode())
+        return
+    sys.argv[:] = ["main.py"]
+    sys.orig_argv[:] = ["python"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fastir"]:
+        del sys.modules[name]
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 2)
+    os.close(null)
+    seccomp = linux.seccomp_program() if settings.isolate else None
+    own = os.pidfd_open(os.getpid()) if settings.isolate else -1
+    status_pipes: dict[int, int] = {}  # pid of a worker -> where its supervisor learns the wait status
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
+    poll.register(wake_read, select.POLLIN)
+    gc.collect()
+    gc.freeze()  # keeps the collector from touching, and so copying, every inherited page
+    requests.sendall(b"ready")
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            while status_pipes:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                pipe = status_pipes.pop(pid)
+                with contextlib.suppress(OSError):  # a supervisor that was killed does not listen
+                    os.write(pipe, status.to_bytes(4, "little"))
+                os.close(pipe)
+        if requests.fileno() not in ready:
+            continue
+        message, fds, _, _ = socket.recv_fds(requests, 1, 6)
+        if not message:
+            return
+        try:
+            pid = fork_into(fds[5] if settings.isolate else -1, own)
+        except OSError as error:
+            os.write(fds[2], f"cannot fork a worker: {error}".encode())
+            os.close(fds[3])
+        else:
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _become_worker(settings, fds, seccomp)
+            status_pipes[pid] = fds[3]
+        for fd in (*fds[:3], *fds[4:]):
+            os.close(fd)
