@@ -15,9 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from fastir.config import ConfigError, ModelConfig
 from fastir.training.attention import IMPLEMENTATION, AttentionPlan
+
+disable_progress_bar()  # a model loads in a moment or says nothing useful
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,8 +82,22 @@ def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {config.path!r}: no model could be loaded: {error}") from None
+    if gguf:
+        # transformers has unpacked the blocks into dense weights, but still marks the model as quantized (not savable).
+        if not all(p.is_floating_point() for p in model.parameters()):
+            raise ConfigError(f"model.path = {config.path!r}: its GGUF weights were not dequantized; convert the model first")
+        for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+            if hasattr(owner, name):
+                delattr(owner, name)
     refuse_unsupported(model)
     return model.eval()
+
+
+def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
+    """Parameters to ``dtype`` in place; buffers (RoPE's frequencies) stay float32, as they do in the sharded policy."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def model_config(config: ModelConfig) -> Any:

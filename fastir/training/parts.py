@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from fastir.tir.sandbox import Sandbox
 from fastir.training.model import (
     DTYPES,
     Policy,
+    cast_parameters,
     init_distributed,
     load_model,
     load_tokenizer,
@@ -98,15 +100,11 @@ async def open_parts(config: Config, *, training: bool) -> AsyncIterator[Parts]:
     tokenizer = load_tokenizer(config.model)
     turn_format = TurnFormat(tokenizer, config.data, config.tir)
     init_distributed(device)
-    engine = HFEngine(
-        load_model(config.model, dtype).to(device),
-        tokenizer,
-        stop=config.tir.stop,
-        batch_size=config.rollout.batch_size,
-    )
+    model = load_model(config.model, torch.float32)
+    engine_model = cast_parameters(copy.deepcopy(model) if training else model, dtype).to(device)
+    engine = HFEngine(engine_model, tokenizer, stop=config.tir.stop, batch_size=config.rollout.batch_size)
     policy = None
     if training:
-        model = load_model(config.model, torch.float32)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = shard(Policy(model), device, dtype)
