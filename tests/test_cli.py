@@ -125,7 +125,7 @@ def test_mistakes_get_one_message_and_status_2(capsys, arguments, words):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian", "quickstart"], ["train", "quickstart", "--rsume"], ["doctor", "x"]])
+@pytest.mark.parametrize("arguments", [[], ["trian", "x"], ["train", "quickstart", "--rsume"], ["doctor", "x"]])
 def test_unknown_arguments_are_refused(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)

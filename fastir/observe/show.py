@@ -63,7 +63,7 @@ def _blocks(trajectory: Trajectory, decode: Decode | None, void_filter: str | No
         blocks.append(_policy_header(trajectory, index, turn))
         blocks.append(_body(turn.text, "green"))
         if turn.feedback_end > turn.end or turn.feedback:
-            status = f" · {turn.exec_status} in {turn.exec_seconds:.2f} s" if turn.exec_status else ""
+            status = f" · {turn.exec_status} in {turn.exec_seconds:.3f} s" if turn.exec_status else ""
             facts = f"turn {index} · {turn.feedback_end - turn.end} tokens · mask 0{status}"
             blocks.append(_header("feedback", "yellow", clean(facts)))
             blocks.append(_body(turn.feedback, "yellow"))

@@ -71,7 +71,7 @@ def test_plain_output_tells_the_parts_apart():
         "  ```python",
         "  print(6*7)",
         "  ```",
-        "[feedback] turn 0 · 3 tokens · mask 0 · ok in 0.01 s",
+        "[feedback] turn 0 · 3 tokens · mask 0 · ok in 0.010 s",
         "  42",
         "[policy] turn 1 · 3 tokens · mask 1 · log-prob mean -0.50 min -0.50 · answer '42'",
         "  \\boxed{42}",
