@@ -6,7 +6,7 @@
                that goes to the supervisor.
     zygote     the keeper's child with numpy and sympy imported. Forks one worker per execution into the namespaces of
                the supervisor that asks, and reports how the worker ended.
-    supervisor pid 1 of a pid namespace of its own, with its own mount, network, ipc, uts and cgroup namespaces. Has the
+    supervisor pid 1 of a pid namespace of its own, with its own mount, network, ipc, uts and cgroup namespaces. Has a
                worker forked, reads its output, enforces the limits, writes the result. When it ends, the kernel kills
                everything inside, however daemonised or signal-proof.
     worker     runs the code (``sandbox_worker``) in one more user namespace, without capabilities, under seccomp and
@@ -27,13 +27,17 @@ import struct
 import sys
 import tempfile
 import time
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from fastir.tir import sandbox_worker
 from fastir.tir.sandbox_record import FINISHED, OUT_OF_MEMORY, RAISED, SETUP, Record, Settings, fork_into
 
 if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
+
+    _PRIVATE_NAMESPACES = (
+        linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
+    )
 
 # Result frame: status, seconds, then the lengths of stdout, stderr, error, traceback, answer (-1: None), then those.
 RESULT_HEADER = struct.Struct("<Bd5i")
@@ -43,7 +47,8 @@ CODE_HEADER = struct.Struct("<I")
 KILL_GRACE_SECONDS = 0.6  # after the time limit the zygote kills a supervisor that has not ended by itself
 _POLL_SECONDS = 0.02  # how often memory and process counts are looked at
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CONNECTION, _ZYGOTE = 3, 4  # the supervisor's sockets: to the trainer, and for requests to the zygote
+_KEEPER, _ZYGOTE = 3, 4  # a supervisor's sockets: to the keeper, and for requests to the zygote
+_EXECUTIONS_PER_SUPERVISOR = 256
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -164,7 +169,7 @@ class _Output:
 
 
 def _watch(
-    settings: Settings, status_fd: int, output: _Output, usage: _Usage | None
+    connection: int, settings: Settings, status_fd: int, output: _Output, usage: _Usage | None
 ) -> tuple[str, int | None, float]:
     """Wait until the worker ends or a limit is hit: (reason or "", wait status of the worker or None, seconds)."""
     begin = time.monotonic()
@@ -173,7 +178,7 @@ def _watch(
     poll = select.poll()
     for fd in (*output.kept, status_fd):
         poll.register(fd, select.POLLIN)
-    poll.register(_CONNECTION, 0)  # hang-up is always reported
+    poll.register(connection, 0)  # hang-up is always reported
     next_look = begin + _POLL_SECONDS
     while True:
         now = time.monotonic()
@@ -189,7 +194,7 @@ def _watch(
             next_look = time.monotonic() + _POLL_SECONDS
         wait = max(0.0, min(deadline, next_look) - time.monotonic())
         ready = {fd for fd, _ in poll.poll(wait * 1000 + 0.5)}
-        if _CONNECTION in ready:  # the trainer has hung up: nobody wants the result
+        if connection in ready:  # the trainer has hung up: nobody wants the result
             return "cancelled", None, time.monotonic() - begin
         for fd in output.kept:
             if fd in ready and not output.read(fd):
@@ -240,19 +245,48 @@ def _frame(status: str, seconds: float, *texts: bytes | None) -> bytes:
     return RESULT_HEADER.pack(STATUSES.index(status), seconds, *lengths) + b"".join(text or b"" for text in texts)
 
 
-def _supervise(settings: Settings, has_proc: bool) -> None:
-    """Body of the supervisor: one execution, from reading the code to writing the result to ``_CONNECTION``."""
+def _supervise(settings: Settings, has_proc: bool) -> NoReturn:
+    """Body of a supervisor: executions one after another, as long as the namespaces are as good as new.
+
+    Making namespaces costs more than most scripts, so a supervisor whose execution ended well takes the next one: with a
+    new /tmp, after every process has been reaped, and with a worker in a new user namespace. The system calls that
+    could leave something else behind (System V and POSIX queues, semaphores, shared memory) are denied by seccomp.
+    After a time-out, a crash or any limit the supervisor ends and takes its namespaces with it.
+    """
+    if settings.isolate:
+        linux.unshare(_PRIVATE_NAMESPACES)
+        linux.mount_private_proc(has_proc=has_proc)
+    with socket.socket(fileno=_KEEPER) as keeper:
+        for _ in range(_EXECUTIONS_PER_SUPERVISOR):
+            _, fds, _, _ = socket.recv_fds(keeper, 1, 1)
+            if not fds:
+                os._exit(0)
+            connection = fds[0]
+            try:
+                reusable = _execute(connection, settings, has_proc)
+            except (BrokenPipeError, ConnectionResetError, EOFError):
+                os._exit(0)  # the trainer has hung up
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}".encode()
+                with contextlib.suppress(OSError):
+                    _write_all(connection, _frame("infrastructure", 0.0, b"", b"", text, b"", None))
+                os._exit(1)
+            os.close(connection)
+            if not reusable:
+                os._exit(0)
+            keeper.send(b"i")
+    os._exit(0)
+
+
+def _execute(connection: int, settings: Settings, has_proc: bool) -> bool:
+    """One execution, from reading the code to writing the result; whether the supervisor may be used again."""
     directory = ""
     if settings.isolate:
-        linux.unshare(
-            linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
-        )
-        linux.mount_private(tmp_bytes=settings.tmp_bytes, has_proc=has_proc)
-        linux.set_capabilities(effective=False)
+        linux.mount_private_tmp(settings.tmp_bytes)
     else:
         directory = tempfile.mkdtemp(dir=settings.scratch)
-    (length,) = CODE_HEADER.unpack(_read_exactly(_CONNECTION, CODE_HEADER.size))
-    code = _read_exactly(_CONNECTION, length)
+    (length,) = CODE_HEADER.unpack(_read_exactly(connection, CODE_HEADER.size))
+    code = _read_exactly(connection, length)
     record_fd = os.memfd_create("record") if hasattr(os, "memfd_create") else _unlinked_file(settings.scratch)
     record = Record.create(record_fd, directory, code)
     out_read, out_write = os.pipe()
@@ -262,8 +296,9 @@ def _supervise(settings: Settings, has_proc: bool) -> None:
     handed_over = [out_write, err_write, setup_write, status_write, record_fd]
     if settings.isolate:
         handed_over.append(os.pidfd_open(1))
-    with socket.socket(fileno=_ZYGOTE) as zygote:
-        socket.send_fds(zygote, [b"W"], handed_over)
+    zygote = socket.socket(fileno=_ZYGOTE)
+    socket.send_fds(zygote, [b"W"], handed_over)
+    zygote.detach()
     for fd in handed_over:
         os.close(fd)
     setup = os.read(setup_read, 4096)
@@ -273,24 +308,31 @@ def _supervise(settings: Settings, has_proc: bool) -> None:
     if setup[:1] != b"+":
         raise RuntimeError(f"the worker could not be set up: {setup.decode() or 'the zygote failed'}")
     worker, virtual, resident = SETUP.unpack(setup[1:])
-    _write_all(_CONNECTION, STARTED)
+    _write_all(connection, STARTED)
     output = _Output(settings.output_bytes)
     output.add(out_read)
     output.add(err_read)
     usage = _Usage(settings, virtual, resident) if settings.isolate and has_proc else None
-    reason, wait_status, seconds = _watch(settings, status_read, output, usage)
+    reason, wait_status, seconds = _watch(connection, settings, status_read, output, usage)
     _kill_everything(settings, worker, status_read, wait_status)
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
     if reason == "cancelled":
-        return
+        return False
     output.drain()
     if not reason and out_read in output.overflowed:
         reason = "output"
     status, explanation = _judge(reason, wait_status, record, settings)
     stdout, stderr = bytes(output.kept[out_read]), bytes(output.kept[err_read])
     error, trace = (explanation, b"") if explanation else (record.error(), record.trace())
-    _write_all(_CONNECTION, _frame(status, seconds, stdout, stderr, error, trace, record.answer()))
+    _write_all(connection, _frame(status, seconds, stdout, stderr, error, trace, record.answer()))
+    for fd in (out_read, err_read, status_read):
+        os.close(fd)
+    record.close()
+    if settings.isolate:
+        linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    alone = not has_proc or [name for name in os.listdir("/proc") if name.isdigit()] == ["1"]
+    return status in ("ok", "error") and alone
 
 
 def _unlinked_file(directory: str) -> int:
@@ -301,61 +343,63 @@ def _unlinked_file(directory: str) -> int:
 
 # ------------------------------------------------------------------------------------------------------------- keeper
 
-def _fork_supervisor(connection: int, settings: Settings, has_proc: bool, zygote: int, own: int) -> int:
-    """Fork a supervisor, as pid 1 of a new pid namespace; returns its pid."""
+class _Supervisor(NamedTuple):
+    pid: int
+    socket: socket.socket
+
+
+def _fork_supervisor(settings: Settings, has_proc: bool, zygote: int, own: int) -> _Supervisor:
+    """Fork a supervisor, as pid 1 of a new pid namespace."""
+    ours, theirs = socket.socketpair()
     pid = fork_into(-1, own)
     if pid:
-        return pid
+        theirs.close()
+        return _Supervisor(pid, ours)
     try:
         zygote = os.dup(zygote)
-        os.dup2(connection, _CONNECTION)
+        os.dup2(theirs.fileno(), _KEEPER)
         os.dup2(zygote, _ZYGOTE)
         os.closerange(_ZYGOTE + 1, 1 << 20)
         _supervise(settings, has_proc)
-    except (BrokenPipeError, ConnectionResetError, EOFError):
-        os._exit(0)  # the trainer has hung up
-    except BaseException as error:
-        text = f"{type(error).__name__}: {error}".encode()
-        try:
-            _write_all(_CONNECTION, _frame("infrastructure", 0.0, b"", b"", text, b"", None))
-        except OSError:
-            os._exit(1)
-    os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _serve(
-    control: socket.socket,
-    settings: Settings,
-    has_proc: bool,
-    zygote: socket.socket,
-    zygote_pid: int,
-    running: dict[int, float],
+    control: socket.socket, settings: Settings, has_proc: bool, zygote: socket.socket, supervisors: dict[int, _Supervisor]
 ) -> None:
-    """Fork a supervisor for each descriptor that arrives, until the trainer closes its end or the zygote dies.
+    """Give each connection that arrives to a supervisor, until the trainer closes its end or the zygote dies.
 
-    ``running`` maps the supervisors' pids to the (monotonic) times at which they have to be killed.
+    ``supervisors``, by the descriptor of our socket to each, is kept up to date for the caller.
     """
     own = os.pidfd_open(os.getpid()) if settings.isolate else -1
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(zygote, 0)  # hang-up is always reported
+    idle: list[_Supervisor] = []
+    deadlines: dict[_Supervisor, float] = {}  # of those at work
     budget = settings.timeout_seconds + KILL_GRACE_SECONDS
     while True:
-        while running:
-            pid, _ = _reap()
-            if pid == 0:
-                break
-            if pid == zygote_pid:
-                return
-            running.pop(pid, None)
         now = time.monotonic()
-        for pid, limit in running.items():
+        for supervisor, limit in deadlines.items():
             if limit <= now:
-                os.kill(pid, signal.SIGKILL)
-        wait = min((max(limit - now, 0.05) for limit in running.values()), default=60.0)
+                os.kill(supervisor.pid, signal.SIGKILL)
+        wait = min((max(limit - now, 0.05) for limit in deadlines.values()), default=60.0)
         ready = {fd for fd, _ in poll.poll(wait * 1000)}
         if zygote.fileno() in ready:
             return
+        for fd in ready & supervisors.keys():
+            supervisor = supervisors[fd]
+            deadlines.pop(supervisor, None)
+            if supervisor.socket.recv(1):  # it has done its work and can do more
+                idle.append(supervisor)
+                continue
+            poll.unregister(fd)
+            del supervisors[fd]
+            supervisor.socket.close()
+            os.waitpid(supervisor.pid, 0)
+            if supervisor in idle:
+                idle.remove(supervisor)
         if control.fileno() not in ready:
             continue
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -365,11 +409,18 @@ def _serve(
             control.sendall(b"p")
             continue
         try:
-            pid = _fork_supervisor(fds[0], settings, has_proc, zygote.fileno(), own)
-            running[pid] = time.monotonic() + budget
+            if idle:
+                supervisor = idle.pop()
+            else:
+                supervisor = _fork_supervisor(settings, has_proc, zygote.fileno(), own)
+                supervisors[supervisor.socket.fileno()] = supervisor
+                poll.register(supervisor.socket, select.POLLIN)
+            deadlines[supervisor] = time.monotonic() + budget
+            socket.send_fds(supervisor.socket, [b"E"], fds)
         except OSError as error:
-            text = f"cannot fork a supervisor: {error}".encode()
-            os.write(fds[0], _frame("infrastructure", 0.0, b"", b"", text, b"", None))
+            text = f"no supervisor: {error}".encode()
+            with contextlib.suppress(OSError):
+                os.write(fds[0], _frame("infrastructure", 0.0, b"", b"", text, b"", None))
         finally:
             os.close(fds[0])
 
@@ -419,9 +470,9 @@ def _keep(control: socket.socket, settings: Settings) -> None:
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, every inherited page
     control.sendall(json.dumps({"isolation": ", ".join(parts)}).encode() + b"\n")
-    running: dict[int, float] = {}
-    _serve(control, settings, has_proc, ours, zygote_pid, running)
-    for pid in (zygote_pid, *running):
+    supervisors: dict[int, _Supervisor] = {}
+    _serve(control, settings, has_proc, ours, supervisors)
+    for pid in (zygote_pid, *(supervisor.pid for supervisor in supervisors.values())):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -451,14 +502,7 @@ def main(control_fd: int) -> None:
         _keep(control, settings)
         os._exit(0)
     try:
-        linux.enter_user_namespace(
-            linux.CLONE_NEWNS
-            | linux.CLONE_NEWPID
-            | linux.CLONE_NEWNET
-            | linux.CLONE_NEWIPC
-            | linux.CLONE_NEWUTS
-            | linux.CLONE_NEWCGROUP
-        )
+        linux.enter_user_namespace(_PRIVATE_NAMESPACES | linux.CLONE_NEWPID)
     except OSError as error:
         control.sendall(json.dumps({"failed": "creating namespaces", "error": str(error)}).encode() + b"\n")
         return

@@ -53,6 +53,9 @@ class Record:
         record._put(cls._CODE, code, len(code))
         return record
 
+    def close(self) -> None:
+        self._memory.close()
+
     def code(self) -> bytes:
         return self._get(self._CODE, len(self._memory))
 

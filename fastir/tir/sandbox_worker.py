@@ -256,6 +256,8 @@ def serve(requests: socket.socket, settings: Settings) -> None:
     poll.register(wake_read, select.POLLIN)
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, every inherited page
+    if settings.isolate and os.path.exists("/proc/self/maps"):
+        linux.collapse_to_huge_pages()
     requests.sendall(b"ready")
     while True:
         ready = {fd for fd, _ in poll.poll()}
