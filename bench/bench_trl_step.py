@@ -1,0 +1,503 @@
+"""Seconds per training step: fastir's quickstart against TRL's ``GRPOTrainer(tools=[...])`` on the same work.
+
+    python bench/bench_trl_step.py --json bench/results/trl_step.json
+
+Both sides train the tiny model inside the package, from the same weights, on the same problems in the same order:
+16 problems × 8 rollouts, up to 3 turns of up to 48 sampled tokens, 192 tokens after the prompt, temperature 1, one
+optimizer update a step (AdamW, lr 1e-3, constant; clip 0.2/0.28; mean over tokens; advantages over the group's
+standard deviation; gradient norm clipped at 1), float32 on the CPU, no vLLM, the same number of threads. Each side runs
+in processes of its own, in rounds that alternate, so that a noisy machine disturbs all of them. A step's seconds are
+wall-clock time from the end of one step to the end of the next, everything included.
+
+Sides:
+    trl         TRL. Trains on every sampled token.
+    fastir      The quickstart recipe. Rollouts that cannot move the weights (advantage zero) or have a void turn are
+                not forwarded in training; this is part of the product, and part of the difference.
+    fastir-all  The same with nothing filtered (no void filter, and a negligible entropy bonus so that zero advantages
+                train too): it trains on every sampled token, as TRL does. What is left is speed on equal work.
+
+How TRL is made to do the same work with this model, which knows no chat format: a chat template spells the model's
+plain text format, a response template reads a closed python fence as a call of the tool ``python``, and a stopping
+criterion on token ids ends a turn at the closing fence, as fastir's stop string does. (transformers then pads with the
+EOS token, which TRL would take for a sampled one; it is taken off again.) The chat template is applied at run time;
+the package is not touched.
+
+Where the sides still differ, always in TRL's favour unless said otherwise:
+    - TRL's tool is `exec` in the trainer's process; fastir runs each block in an isolated process of its sandbox.
+    - TRL's reward compares strings; fastir grades with math-verify in worker processes.
+    - TRL logs nothing; fastir writes metrics, TensorBoard events and every rollout, and computes its statistics.
+    - TRL runs no tool after the last turn; fastir does, since code may give the answer.
+    - Sampling uses different random numbers, so the sides sample different numbers of tokens, and as training goes on
+      the models part: hence also the seconds per sampled token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib import metadata, resources
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SIDES = ("trl", "fastir", "fastir-all")
+RECIPE = ("optimizer.schedule=constant", "data.heldout=none", "checkpoint.every=0")
+NO_FILTER = ("algorithm.void_filter=off", "algorithm.loss.entropy_coef=1e-12")
+
+#: Counts of a step that both sides report, and what they mean.
+COUNTS = {
+    "rollouts": "rollouts",
+    "turns": "turns sampled",
+    "sampled_tokens": "tokens sampled",
+    "tool_calls": "tool calls",
+    "sampling_positions": "positions forwarded to sample, padding included",
+    "loss_rollouts": "rollouts in the loss",
+    "loss_tokens": "tokens in the loss",
+    "training_positions": "positions forwarded to train, padding included",
+    "updates": "optimizer updates",
+    "reward": "mean reward",
+}
+
+
+class Meter:
+    """Adds up counts and seconds within a step; `mark` ends the step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._open: Counter[str] = Counter()
+        self._since = time.perf_counter()
+
+    def add(self, **values: float) -> None:
+        self._open.update(values)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.add(**{name: time.perf_counter() - began})
+
+    def mark(self) -> None:
+        now = time.perf_counter()
+        self.steps.append({"seconds": now - self._since, **self._open})
+        self._open, self._since = Counter(), now
+
+    def count_positions(self, body: type[Any]) -> None:
+        """Count the input positions of every forward pass of a transformers model class."""
+        import torch
+
+        plain = body.forward
+
+        @functools.wraps(plain)
+        def forward(module: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
+            kind = "training_positions" if torch.is_grad_enabled() else "sampling_positions"
+            self.add(**{kind: input_ids.numel()})
+            return plain(module, input_ids, *args, **kwargs)
+
+        body.forward = forward
+
+
+# --- fastir -----------------------------------------------------------------------------------------------------------
+
+
+def run_fastir(steps: int, seed: int, overrides: tuple[str, ...]) -> list[dict[str, float]]:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    from fastir.config import load_config
+    from fastir.observe.metrics import MetricsWriter
+    from fastir.training import trainer
+
+    meter = Meter()
+    meter.count_positions(LlamaModel)
+    writer_class: Any = MetricsWriter
+    plain_log = writer_class.log
+
+    def log(writer: Any, step: int, metrics: Any) -> None:
+        plain_log(writer, step, metrics)
+        if "time/step" in metrics:
+            rollouts = metrics["rollout/count"]
+            meter.add(
+                rollouts=rollouts,
+                turns=round(metrics["rollout/turns_mean"] * rollouts),
+                sampled_tokens=metrics["rollout/policy_tokens"],
+                tool_calls=metrics["tool/calls"],
+                loss_rollouts=round(metrics["rollout/trained_share"] * rollouts),
+                loss_tokens=metrics.get("train/tokens", 0.0),
+                updates=metrics["train/updates"] - metrics["train/skipped_updates"],
+                reward=metrics["reward/mean"],
+                generate_seconds=metrics["time/rollout"],
+                tool_seconds=metrics["time/tool"],
+                train_seconds=metrics["time/train"] + metrics["time/sync"],
+            )
+            meter.mark()
+
+    writer_class.log = log
+    with tempfile.TemporaryDirectory() as folder:
+        settings = (f"run.steps={steps}", f"run.seed={seed}", f"run.dir={folder}")
+        trainer.train(load_config("quickstart", [*RECIPE, *settings, *overrides]))
+    return meter.steps
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+# The tool's name makes the fence: ```python. Arguments never reach the model's context (TRL goes on from the sampled
+# ids); TRL checks that a template renders them.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}
+{{ 'Q: ' + message.content + '\\nA: ' }}
+{%- elif message.role == 'assistant' -%}
+{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+{{ '```' + call.function.name + '\\n' }}
+{%- for name, value in call.function.arguments.items() -%}{{ '# ' + name + '\\n' + value }}{%- endfor -%}
+{{ '\\n```\\n' }}
+{%- endfor -%}
+{%- elif message.role == 'tool' -%}
+{{ message.content }}
+{%- endif -%}
+{%- endfor -%}"""
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    # The policy's turn starts after the prompt, or after the fence it closed (tool output follows, and is content).
+    "start_anchor_pattern": r"\nA: |\n```\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?m:^)```(?i:python|py)[ \t]*\n(?=[\s\S]*?(?m:^)```[ \t]*(?:\n|\Z))",
+            "close_pattern": r"\n?(?m:^)```[ \t]*(?:\n|\Z)",
+            "repeats": True,
+            "content": "text",
+            "transform": {"type": "function", "function": {"name": "python", "arguments": {"code": "{content}"}}},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
+def make_tool(tokenizer: Any, feedback_tokens: int, meter: Meter) -> Callable[[str], str]:
+    from fastir.tir.feedback import encode_feedback, feedback_text
+
+    def python(code: str) -> str:
+        """
+        Run Python code.
+
+        Args:
+            code: The source to run.
+
+        Returns:
+            What it printed.
+        """
+        with meter.timed("tool_seconds"):
+            stdout, error = io.StringIO(), None
+            try:
+                with contextlib.redirect_stdout(stdout):
+                    exec(code, {})
+            except (Exception, SystemExit) as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            outcome = SimpleNamespace(
+                status="error" if error else "ok", stdout=stdout.getvalue(), error=error, traceback=None
+            )
+            shown, _ = encode_feedback(feedback_text(outcome), tokenizer, feedback_tokens)
+        meter.add(tool_calls=1)
+        return shown
+
+    return python
+
+
+def run_trl(steps: int, seed: int) -> list[dict[str, float]]:
+    import torch
+    import transformers
+    from datasets import Dataset
+    from fastir.data import ProblemStream
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.llama.modeling_llama import LlamaModel
+    from trl import GRPOConfig, GRPOTrainer
+
+    from fastir.config import load_config
+    from fastir.tiny.problems import tiny_problems
+    from fastir.tir.grammar import parse_turn
+
+    config = load_config("quickstart", RECIPE)
+    base = str(resources.files("fastir.tiny").joinpath("base"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    stop_ids: list[int] = tokenizer.encode(config.tir.stop[0], add_special_tokens=False)
+    stream = ProblemStream(tiny_problems("train", 4096, seed=0), seed)
+    problems = stream.take(0, steps * config.rollout.prompts_per_step)
+
+    meter = Meter()
+    meter.count_positions(LlamaModel)
+
+    class TurnEnd(transformers.StoppingCriteria):
+        """A row ends when the tokens sampled in this call end with the stop string."""
+
+        def __init__(self, start: int) -> None:
+            self.start, self.ids = start, torch.tensor(stop_ids)
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            tail = input_ids[:, self.start :][:, -len(self.ids) :]
+            if tail.shape[1] < len(self.ids):
+                return torch.zeros(len(tail), dtype=torch.bool)
+            return (tail == self.ids).all(-1)
+
+    plain_generate = model.generate
+
+    def generate(**kwargs: Any) -> Any:
+        criteria = transformers.StoppingCriteriaList([TurnEnd(kwargs["input_ids"].shape[1])])
+        return plain_generate(**kwargs, stopping_criteria=criteria)
+
+    model.generate = generate
+
+    class Trainer(GRPOTrainer):
+        """GRPOTrainer that counts what it does, and takes off the padding after a turn that ended at a fence."""
+
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            with meter.timed("generate_seconds"):
+                completions, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            padded = [*stop_ids, tokenizer.eos_token_id]
+            completions = [ids[:-1] if ids[-len(padded) :] == padded else ids for ids in completions]
+            meter.add(turns=len(completions), sampled_tokens=sum(map(len, completions)))
+            return completions, logprobs
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            with meter.timed("rollout_seconds"):
+                return super()._generate_and_score_completions(inputs)
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            tokens = (inputs["completion_mask"] * inputs["tool_mask"]).sum(1)
+            meter.add(rollouts=len(tokens), loss_rollouts=len(tokens), loss_tokens=int(tokens.sum()))
+            return super()._compute_loss(model, inputs)
+
+    def reward(completions: Any, answer: list[str], **kwargs: Any) -> list[float | None]:
+        rewards: list[float | None] = [
+            float(parse_turn(messages[-1]["content"]).answer == gold)
+            for messages, gold in zip(completions, answer, strict=True)
+        ]
+        meter.add(reward=rewards.count(1.0) / len(rewards))
+        return rewards
+
+    class Marks(transformers.TrainerCallback):
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            meter.add(updates=1)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            meter.mark()
+
+    rollouts = config.rollout.prompts_per_step * config.rollout.group_size
+    loss, optimizer = config.algorithm.loss, config.optimizer
+    assert loss.aggregation == "token_mean"
+    assert optimizer.grad_clip is not None
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            output_dir=folder,
+            max_steps=steps,
+            seed=seed,
+            per_device_train_batch_size=rollouts,
+            gradient_accumulation_steps=1,
+            num_generations=config.rollout.group_size,
+            num_iterations=1,
+            shuffle_dataset=False,
+            max_completion_length=config.tir.response_tokens,
+            max_tool_calling_iterations=config.tir.max_turns - 1,
+            generation_kwargs={"max_new_tokens": config.tir.turn_tokens},
+            temperature=config.rollout.temperature,
+            loss_type="dapo",  # the mean over tokens
+            scale_rewards="group",
+            beta=0.0,
+            epsilon=loss.eps_low,
+            epsilon_high=loss.eps_high,
+            learning_rate=optimizer.lr,
+            lr_scheduler_type="constant",
+            adam_beta1=optimizer.betas[0],
+            adam_beta2=optimizer.betas[1],
+            adam_epsilon=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            max_grad_norm=optimizer.grad_clip,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        rows = [{"prompt": [{"role": "user", "content": p.question}], "answer": p.answer} for p in problems]
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            reward_funcs=reward,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            tools=[make_tool(tokenizer, config.tir.feedback_tokens, meter)],
+            callbacks=[Marks()],
+        )
+        trainer.train()
+    for row in meter.steps:
+        row["train_seconds"] = row["seconds"] - row.pop("rollout_seconds")
+    return meter.steps
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+def run_side(side: str, steps: int, seed: int) -> list[dict[str, float]]:
+    if side == "trl":
+        return run_trl(steps, seed)
+    return run_fastir(steps, seed, NO_FILTER if side == "fastir-all" else ())
+
+
+def run_apart(side: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """The measured steps of a side, run in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "steps.json"
+        command = [sys.executable, __file__, "--side", side, "--json", str(rows), "--seed", str(arguments.seed)]
+        command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            sys.exit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        return json.loads(rows.read_text())[arguments.warmup :]
+
+
+def summarize(rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians and spread of a side's steps, over all rounds; counts are means per step."""
+    steps = [step for one in rounds for step in one]
+    seconds = [step["seconds"] for step in steps]
+    low, median, high = statistics.quantiles(seconds, n=4)
+    sampled = sum(step["sampled_tokens"] for step in steps)
+    parts = ("generate_seconds", "tool_seconds", "train_seconds")
+    return {
+        "steps": len(steps),
+        "seconds_median": median,
+        "seconds_quartiles": [low, high],
+        "seconds_range": [min(seconds), max(seconds)],
+        "seconds_median_by_round": [statistics.median(step["seconds"] for step in one) for one in rounds],
+        "sampled_tokens_per_second": sampled / sum(seconds),
+        "microseconds_per_sampled_token": 1e6 * sum(seconds) / sampled,
+        "parts_median": {name: statistics.median(step.get(name, 0.0) for step in steps) for name in parts},
+        "per_step": {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in COUNTS},
+    }
+
+
+def ratios(trl: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """How many times as long TRL takes."""
+    by_round = [a / b for a, b in zip(trl["seconds_median_by_round"], other["seconds_median_by_round"], strict=True)]
+    per_token = trl["microseconds_per_sampled_token"] / other["microseconds_per_sampled_token"]
+    return {
+        "per_step": trl["seconds_median"] / other["seconds_median"],
+        "per_step_by_round": by_round,
+        "per_sampled_token": per_token,
+    }
+
+
+def machine(threads: int) -> dict[str, Any]:
+    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "load_average_at_start": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in ("torch", "transformers", "trl")},
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def report(result: dict[str, Any]) -> str:
+    sides = result["sides"]
+
+    def line(label: str, cells: list[str]) -> str:
+        return f"{label:<52}" + "".join(f"{cell:>18}" for cell in cells)
+
+    def row(label: str, cell: Callable[[dict[str, Any]], str]) -> str:
+        return line(label, [cell(side) for side in sides.values()])
+
+    lines = [
+        "  ".join(f"{name} {value}" for name, value in result["machine"].items()),
+        line("", list(sides)),
+        row("seconds per step, median", lambda s: f"{s['seconds_median']:.3f}"),
+        row("  quartiles", lambda s: "{:.3f}–{:.3f}".format(*s["seconds_quartiles"])),
+        row("  range", lambda s: "{:.3f}–{:.3f}".format(*s["seconds_range"])),
+        row("  steps measured", lambda s: str(s["steps"])),
+        row("sampled tokens per second", lambda s: f"{s['sampled_tokens_per_second']:.0f}"),
+        row("microseconds per sampled token", lambda s: f"{s['microseconds_per_sampled_token']:.1f}"),
+        row("of a step: generation, seconds", lambda s: f"{s['parts_median']['generate_seconds']:.3f}"),
+        row("of a step: tool, seconds", lambda s: f"{s['parts_median']['tool_seconds']:.3f}"),
+        row("of a step: update (and sync), seconds", lambda s: f"{s['parts_median']['train_seconds']:.3f}"),
+        "per step, mean:",
+    ]
+    for name, label in COUNTS.items():
+        digits = 2 if name == "reward" else 0
+        lines.append(row(f"  {label}", lambda s, n=name, d=digits: f"{s['per_step'][n]:.{d}f}"))  # type: ignore[misc]
+    for side, ratio in result["trl_over"].items():
+        by_round = ", ".join(f"{value:.2f}" for value in ratio["per_step_by_round"])
+        lines.append(
+            f"trl / {side}: {ratio['per_step']:.2f} per step (rounds: {by_round}), "
+            f"{ratio['per_sampled_token']:.2f} per sampled token"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that alternate the sides (default 3)")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps a round and side (default 12)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of torch (default: all cores)")
+    parser.add_argument("--seed", type=int, default=0, help="order of the problems, and sampling (default 0)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--side", choices=SIDES, help="run one side in this process and write its steps")
+    arguments = parser.parse_args()
+    if arguments.side:
+        steps = run_side(arguments.side, arguments.warmup + arguments.steps, arguments.seed)
+        arguments.json.write_text(json.dumps(steps))
+        return
+    about = machine(arguments.threads)
+    rounds: dict[str, list[list[dict[str, float]]]] = {side: [] for side in SIDES}
+    for number in range(arguments.rounds):
+        for side in SIDES if number % 2 == 0 else reversed(SIDES):
+            rounds[side].append(run_apart(side, arguments))
+            median = statistics.median(step["seconds"] for step in rounds[side][-1])
+            print(f"round {number + 1}/{arguments.rounds}  {side:<10}  {median:.3f} s per step", flush=True)
+    sides = {side: summarize(rounds[side]) for side in SIDES}
+    result = {
+        "machine": about | {"load_average_at_end": os.getloadavg()[0]},
+        "warmup_steps": arguments.warmup,
+        "seed": arguments.seed,
+        "count_labels": COUNTS,
+        "sides": sides,
+        "trl_over": {side: ratios(sides["trl"], sides[side]) for side in SIDES if side != "trl"},
+        "seconds": {side: [[step["seconds"] for step in one] for one in rounds[side]] for side in SIDES},
+    }
+    print(report(result))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
