@@ -82,14 +82,14 @@ class Trajectory:
             if len(getattr(self, name)) != length:
                 raise ValueError(f"Trajectory.{name} has {len(getattr(self, name))} entries for {length} token_ids")
         if self.finish_reason not in get_args(FinishReason):
-            raise ValueError(
-                f"Trajectory.finish_reason {self.finish_reason!r} is not one of {get_args(FinishReason)}"
-            )
+            raise ValueError(f"Trajectory.finish_reason {self.finish_reason!r} is not one of {get_args(FinishReason)}")
         expected = np.zeros(length, dtype=bool)
         position = self.prompt_length
         for turn in self.turns:
             if turn.start != position or turn.feedback_end > length:
-                raise ValueError(f"Trajectory.turns: a turn starts at {turn.start}, expected {position} (length {length})")
+                raise ValueError(
+                    f"Trajectory.turns: a turn starts at {turn.start}, expected {position} (length {length})"
+                )
             expected[turn.start : turn.end] = True
             position = turn.feedback_end
         if position != length or not np.array_equal(expected, self.policy_mask):

@@ -139,7 +139,7 @@ class HFEngine:
             tokens[rows, column[alive]] = picks[alive]
             logprobs[rows, column[alive]] = picked_logprobs[alive]
             sampled[rows] += 1
-            for row in np.flatnonzero(alive):
+            for row in np.flatnonzero(alive).tolist():
                 request = active[row]
                 stop = self._stopped(tokens[request, : sampled[request]])
                 if stop or sampled[request] >= limits[request]:
@@ -168,7 +168,11 @@ class HFEngine:
         for request in requests:
             ids, data = self._prefixes.pop(request.key, (None, None))
             # The last token is always run again: its logits are what comes next.
-            if ids is not None and len(ids) < len(request.token_ids) and np.array_equal(ids, request.token_ids[: len(ids)]):
+            if (
+                ids is not None
+                and len(ids) < len(request.token_ids)
+                and np.array_equal(ids, request.token_ids[: len(ids)])
+            ):
                 kept.append(data)
                 new_tokens.append(request.token_ids[len(ids) :])
             else:
@@ -177,11 +181,10 @@ class HFEngine:
         longest = max(len(row) for row in new_tokens)
         # Padding of the first pass may write behind a row's context, so there must be room for it.
         capacity = max(
-            len(r.token_ids) + max(r.max_tokens, longest - len(new)) for r, new in zip(requests, new_tokens, strict=True)
+            len(r.token_ids) + max(r.max_tokens, longest - len(new))
+            for r, new in zip(requests, new_tokens, strict=True)
         )
-        cache = _Cache(
-            config.num_hidden_layers, len(requests), config.num_key_value_heads, capacity, width, parameter
-        )
+        cache = _Cache(config.num_hidden_layers, len(requests), config.num_key_value_heads, capacity, width, parameter)
         starts = []
         for row, data in enumerate(kept):
             length = 0 if data is None else data.shape[-2]

@@ -26,6 +26,11 @@ from fastir.types import FinishReason, IntArray, Trajectory, Turn
 FeedbackRenderer = Callable[[ExecResult, tuple[int, ...]], str]
 
 
+def plain_feedback(result: ExecResult, _: tuple[int, ...]) -> str:
+    """`feedback_text`, whatever the address."""
+    return feedback_text(result)
+
+
 @dataclass
 class RolloutTimes:
     """Wall seconds spent, added up over calls."""
@@ -97,7 +102,7 @@ async def rollout(
     temperature: float,
     seed: tuple[int, ...],
     groups: Sequence[int] | None = None,
-    render: FeedbackRenderer = lambda result, _: feedback_text(result),
+    render: FeedbackRenderer = plain_feedback,
     times: RolloutTimes | None = None,
 ) -> list[Trajectory]:
     """Roll out ``group_size`` siblings of each problem.
@@ -117,9 +122,7 @@ async def rollout(
     for group, problem in zip(range(len(problems)) if groups is None else groups, problems, strict=True):
         prompt = turn_format.prompt(problem)
         for sibling in range(group_size):
-            opened.append(
-                _Open(problem, group, sibling, (*seed, group, sibling), prompt, [prompt], length=len(prompt))
-            )
+            opened.append(_Open(problem, group, sibling, (*seed, group, sibling), prompt, [prompt], length=len(prompt)))
     for start in range(0, len(opened), engine.batch_size):
         wave = opened[start : start + engine.batch_size]
         while active := [r for r in wave if r.finish is None]:

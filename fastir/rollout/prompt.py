@@ -41,7 +41,9 @@ class TurnFormat:
             _, found, rest = text.partition(_POLICY)
             before, found_too, after = rest.partition(_FEEDBACK)
             if not found or not found_too:
-                raise ConfigError("data.chat_template = true: the template alters message contents; use prompt_template")
+                raise ConfigError(
+                    "data.chat_template = true: the template alters message contents; use prompt_template"
+                )
             self._before, self._after = before, after + tir.assistant_cue
 
     def prompt(self, problem: Problem) -> IntArray:

@@ -75,7 +75,7 @@ def load(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[s
         CheckpointError: the folder is damaged or holds another model.
     """
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
         counters = json.loads((path / "trainer.json").read_text())
         dcp.load(state, checkpoint_id=path / "state")
@@ -83,16 +83,23 @@ def load(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[s
         if rng.exists():  # a larger number of ranks than before starts its new ones afresh
             torch.set_rng_state(torch.tensor(json.loads(rng.read_text())["torch"], dtype=torch.uint8))
     except (OSError, KeyError, ValueError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}; remove it to resume from an older one") from error
+        raise CheckpointError(
+            f"checkpoint {path} cannot be loaded: {error}; remove it to resume from an older one"
+        ) from error
     set_state_dict(
-        policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]  # type: ignore[arg-type]
+        policy,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],  # type: ignore[arg-type]
     )
     return counters
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / "trainer.json").exists()]
+    found = [
+        p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / "trainer.json").exists()
+    ]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
@@ -101,7 +108,11 @@ def export_model(folder: Path, policy: Policy, tokenizer: Any, dtype: torch.dtyp
     weights = {name: tensor.to(dtype).cpu() for name, tensor in full_parameters(policy)}
     if dist.get_rank() != 0:
         return
-    buffers = {name: tensor for name, tensor in policy.model.state_dict().items() if name not in dict(policy.model.named_parameters(remove_duplicate=False))}
+    buffers = {
+        name: tensor
+        for name, tensor in policy.model.state_dict().items()
+        if name not in dict(policy.model.named_parameters(remove_duplicate=False))
+    }
     policy.model.save_pretrained(folder, state_dict={**weights, **buffers})
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())

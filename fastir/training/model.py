@@ -85,7 +85,9 @@ def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
     if gguf:
         # transformers has unpacked the blocks into dense weights, but still marks the model as quantized (not savable).
         if not all(p.is_floating_point() for p in model.parameters()):
-            raise ConfigError(f"model.path = {config.path!r}: its GGUF weights were not dequantized; convert the model first")
+            raise ConfigError(
+                f"model.path = {config.path!r}: its GGUF weights were not dequantized; convert the model first"
+            )
         for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
             if hasattr(owner, name):
                 delattr(owner, name)
@@ -118,7 +120,9 @@ def refuse_unsupported(model: Any) -> None:
         reasons.append("it soft-caps logits")
     if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         reasons.append("it is a mixture of experts with an auxiliary loss")
-    if getattr(config, "use_sliding_window", True) and "sliding_attention" in (getattr(config, "layer_types", None) or []):
+    if getattr(config, "use_sliding_window", True) and "sliding_attention" in (
+        getattr(config, "layer_types", None) or []
+    ):
         reasons.append("it uses sliding-window attention")
     if any(getattr(config, name, 1.0) != 1.0 for name in ("logits_scaling", "logit_scale")):
         reasons.append("it scales its logits")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fastir.config import Config
 from fastir.data import Problem, ProblemStream, load_problems
 from fastir.rollout.hf import HFEngine
-from fastir.rollout.loop import RolloutTimes, rollout
+from fastir.rollout.loop import FeedbackRenderer, RolloutTimes, plain_feedback, rollout
 from fastir.rollout.prompt import TurnFormat
 from fastir.tiny.problems import tiny_problems
 from fastir.tir.reward import Grader
@@ -51,6 +51,7 @@ class Parts:
     heldout_problems: list[Problem] | None
     dtype: torch.dtype  #: compute type
     policy: Policy | None  #: None when nothing trains
+    render: FeedbackRenderer
 
     @property
     def main(self) -> bool:
@@ -78,6 +79,7 @@ class Parts:
             temperature=temperature,
             seed=seed,
             groups=groups,
+            render=self.render,
             times=times,
         )
         self.engine.forget()
@@ -90,7 +92,9 @@ class Parts:
 
 
 @asynccontextmanager
-async def open_parts(config: Config, *, training: bool) -> AsyncIterator[Parts]:
+async def open_parts(
+    config: Config, *, training: bool, render: FeedbackRenderer = plain_feedback
+) -> AsyncIterator[Parts]:
     """Open what the configuration names. Raises ConfigError, SandboxError or DataError with the remedy."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -122,6 +126,7 @@ async def open_parts(config: Config, *, training: bool) -> AsyncIterator[Parts]:
                 heldout_problems=heldout_problems,
                 dtype=dtype,
                 policy=policy,
+                render=render,
             )
     finally:
         grader.close()

@@ -30,4 +30,6 @@ def sync_weights(policy: Policy, engine: Engine, version: int, dtype: torch.dtyp
     held = engine.checksum()
     wrong = [name for name, checksum in expected.items() if held.get(name) != checksum]
     if wrong:
-        raise SyncError(f"after weight update {version} the engine holds other values of {wrong[0]} and {len(wrong) - 1} more")
+        raise SyncError(
+            f"after weight update {version} the engine holds other values of {wrong[0]} and {len(wrong) - 1} more"
+        )

@@ -10,28 +10,24 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from fastir_kernels import Denominators
 
-from fastir.algo.advantages import group_advantages
-from fastir.algo.filters import select_rollouts, uninformative_groups, with_signal
+from fastir.algo.filters import uninformative_groups
 from fastir.config import Config
 from fastir.observe.metrics import MetricsWriter
 from fastir.observe.progress import Progress
-from fastir.rollout.loop import RolloutTimes
+from fastir.rollout.loop import FeedbackRenderer, RolloutTimes, plain_feedback
 from fastir.training import checkpoint
-from fastir.training.packing import pack
+from fastir.training.batch import credit, failed, rewards, select, shares
 from fastir.training.parts import Parts, gather, open_parts
 from fastir.training.statistics import rollout_metrics, update_metrics
-from fastir.training.step import UpdateStats, learning_rate, loss_spec, make_optimizer, recompute_logprobs, update
+from fastir.training.step import UpdateStats, learning_rate, loss_spec, make_optimizer, update
 from fastir.training.sync import sync_weights
-from fastir.types import BoolArray, FloatArray, PackedBatch, Trajectory
+from fastir.types import Trajectory
 
 #: First number of a sampling address: training and evaluation never share randomness.
 _TRAIN, _EVAL, _SHOW = 0, 1, 2
@@ -41,20 +37,12 @@ class RunStopped(RuntimeError):
     """The run cannot go on; a checkpoint of the last good state was written."""
 
 
-@dataclass
-class Share:
-    """What one optimizer update trains on (this rank's part), with the counts of all ranks."""
-
-    batches: list[PackedBatch]
-    denominators: Denominators
-    old_logprobs: list[torch.Tensor] = field(default_factory=list)
-
-
-def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
+def train(config: Config, *, resume: bool = False, render: FeedbackRenderer = plain_feedback) -> dict[str, Any]:
     """Train as configured; returns the summary that is also written to ``<run>/summary.json``.
 
     Args:
         resume: continue from the newest checkpoint of the run; its files go on as if it had never stopped.
+        render: what the policy is shown of an execution (see `fastir.rollout.loop.FeedbackRenderer`).
 
     Raises:
         FileExistsError: the run's folder holds an earlier run and ``resume`` is False.
@@ -62,7 +50,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         ConfigError, SandboxError: something the run needs is missing.
         RunStopped: too many failures, or numbers that cannot be trusted.
     """
-    return asyncio.run(_train(config, resume))
+    return asyncio.run(_train(config, resume, render))
 
 
 def evaluate(config: Config) -> dict[str, float]:
@@ -87,14 +75,14 @@ def sample(config: Config, count: int) -> list[Trajectory]:
     return asyncio.run(run())
 
 
-async def _train(config: Config, resume: bool) -> dict[str, Any]:
+async def _train(config: Config, resume: bool, render: FeedbackRenderer) -> dict[str, Any]:
     folder = config.run_dir / "checkpoints"
     found = checkpoint.checkpoints(folder)
     if resume and not found:
         raise FileNotFoundError(f"--resume: {folder} holds no checkpoint; start without --resume under a new run.name")
     if not resume and (config.run_dir / "metrics.jsonl").exists():
         raise FileExistsError(f"{config.run_dir} holds an earlier run: continue it with --resume or set run.name")
-    async with open_parts(config, training=True) as parts:
+    async with open_parts(config, training=True, render=render) as parts:
         policy = parts.policy
         assert policy is not None
         optimizer = make_optimizer(policy, config.optimizer)
@@ -105,7 +93,14 @@ async def _train(config: Config, resume: bool) -> dict[str, Any]:
         elif parts.main:
             config.run_dir.mkdir(parents=True, exist_ok=True)
             (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
-        writer = _open_writer(config, counters["step"] if resume else None) if parts.main else None
+        writer = None
+        if parts.main:
+            writer = MetricsWriter(
+                config.run_dir,
+                tensorboard=config.observe.tensorboard,
+                trajectories=config.observe.trajectories,
+                resume_step=counters["step"] if resume else None,
+            )
         mode = config.observe.progress if parts.main else "off"
         spec = loss_spec(config.algorithm.loss)
         nonfinite_in_a_row = 0
@@ -138,7 +133,7 @@ async def _train(config: Config, resume: bool) -> dict[str, Any]:
                     with progress.phase("rollout"):
                         times = RolloutTimes()
                         trajectories, position = await _collect(config, parts, step, counters["position"], times)
-                    advantages, trains = _credit(config, trajectories)
+                    advantages, trains = credit(config, trajectories)
                     everyone = [t for part in gather(trajectories) for t in part]
                     metrics = rollout_metrics(everyone, np.concatenate(gather(trains)))
                     if writer:
@@ -148,7 +143,7 @@ async def _train(config: Config, resume: bool) -> dict[str, Any]:
                     # Updates: several per batch of rollouts, each over its own share of the problems.
                     with progress.phase("train") as train_timer:
                         updates: list[UpdateStats] = []
-                        for share in _shares(config, parts, trajectories, advantages, trains) * config.training.epochs:
+                        for share in shares(config, policy, trajectories, advantages, trains) * config.training.epochs:
                             stats = update(
                                 policy, optimizer, share.batches, share.old_logprobs,
                                 spec=spec, denominators=share.denominators,
@@ -164,7 +159,7 @@ async def _train(config: Config, resume: bool) -> dict[str, Any]:
                             if nonfinite_in_a_row >= config.training.max_nonfinite_steps:
                                 raise RunStopped(
                                     f"loss or gradient not finite in {nonfinite_in_a_row} updates in a row "
-                                    f"(training.max_nonfinite_steps); the rollouts are in {config.run_dir / 'nonfinite'}"
+                                    f"(training.max_nonfinite_steps); rollouts are in {config.run_dir / 'nonfinite'}"
                                 )
                     with progress.phase("sync") as sync_timer:
                         sync_weights(policy, parts.engine, counters["updates"], parts.dtype)
@@ -236,60 +231,14 @@ async def _collect(
         position += missing
         groups += missing
         if config.rollout.dynamic_sampling:
-            counts, trains = _select(config, trajectories)
-            idle = uninformative_groups(_rewards(trajectories), [t.group for t in trajectories], counts=counts, trains=trains)
+            counts, trains = select(config, trajectories)
+            idle = uninformative_groups(
+                rewards(trajectories), [t.group for t in trajectories], keep=counts, trains=trains
+            )
             missing = wanted - groups + sum(len(part) for part in gather(idle))
         if missing <= 0 or not config.rollout.dynamic_sampling:
             break
     return trajectories, position
-
-
-def _select(config: Config, trajectories: Sequence[Trajectory]) -> tuple[BoolArray, BoolArray]:
-    return select_rollouts(
-        np.array([t.has_void for t in trajectories], dtype=bool),
-        np.array([t.truncated for t in trajectories], dtype=bool),
-        np.array([_failed(t) for t in trajectories], dtype=bool),
-        void_mode=config.algorithm.void_filter,
-        overlong_mode=config.algorithm.overlong,
-    )
-
-
-def _credit(config: Config, trajectories: Sequence[Trajectory]) -> tuple[FloatArray, BoolArray]:
-    """(N,) advantages and (N,) which rollouts train."""
-    counts, trains = _select(config, trajectories)
-    groups = [t.group for t in trajectories]
-    advantages = group_advantages(
-        _rewards(trajectories), groups, std_norm=config.algorithm.std_norm, counts=counts
-    ).astype(np.float32)
-    other_terms = config.algorithm.loss.entropy_coef > 0
-    return advantages, with_signal(trains, advantages, other_loss_terms=other_terms)
-
-
-def _shares(
-    config: Config, parts: Parts, trajectories: Sequence[Trajectory], advantages: FloatArray, trains: BoolArray
-) -> list[Share]:
-    """The step's rollouts that train, packed, one share per update: problems are dealt to ``mini_batches`` shares.
-
-    A share in which no rank has anything to train is left out.
-    """
-    per_token = [np.where(t.policy_mask, advantages[i], 0).astype(np.float32) for i, t in enumerate(trajectories)]
-    order = {group: place for place, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
-    count = config.training.mini_batches
-    shares = []
-    for share in range(count):
-        members = [i for i, t in enumerate(trajectories) if trains[i] and order[t.group] * count // len(order) == share]
-        tokens = sum(trajectories[i].policy_tokens for i in members)
-        totals = np.sum(gather([tokens, len(members)]), axis=0)  # over ranks
-        if totals[1]:
-            batches = pack(trajectories, per_token, members, config.training.token_budget)
-            shares.append(Share(batches, Denominators(float(totals[0]), float(totals[1]), config.tir.response_tokens)))
-    for share in shares:
-        share.old_logprobs = (
-            recompute_logprobs(parts.policy, share.batches, config.rollout.temperature)
-            if config.training.old_logprobs == "recompute"
-            else [batch.behavior_logprobs for batch in share.batches]
-        )
-    return shares
 
 
 async def _evaluate(config: Config, parts: Parts) -> list[Trajectory]:
@@ -311,7 +260,7 @@ async def _evaluate(config: Config, parts: Parts) -> list[Trajectory]:
 
 def _evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Failed rollouts (of the tool or grader) are counted, not scored."""
-    scored = [t for t in trajectories if not _failed(t)]
+    scored = [t for t in trajectories if not failed(t)]
     turns = [turn for t in scored for turn in t.turns]
     return {
         "eval/accuracy": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
@@ -322,20 +271,12 @@ def _evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _failed(trajectory: Trajectory) -> bool:
-    """The tool or the grader failed for reasons that are not the model's: its reward says nothing."""
-    return trajectory.finish_reason == "failed" or trajectory.grade_status in ("timeout", "failed")
-
-
-def _rewards(trajectories: Sequence[Trajectory]) -> FloatArray:
-    return np.array([0.0 if t.reward is None else t.reward for t in trajectories], dtype=np.float32)
-
-
 def _stop_on_failures(trajectories: Sequence[Trajectory], most: float) -> None:
-    failed, count = np.sum(gather([sum(map(_failed, trajectories)), len(trajectories)]), axis=0)
-    if failed > most * count:
+    count_failed, count = np.sum(gather([sum(map(failed, trajectories)), len(trajectories)]), axis=0)
+    if count_failed > most * count:
         raise RunStopped(
-            f"the tool or the grader failed in {failed} of {count} rollouts, more than rollout.max_failed_share = {most}: "
+            f"the tool or the grader failed in {count_failed} of {count} rollouts, more than rollout.max_failed_share = "
+            f"{most}: "
             "see tool/failed, grader/failed and grader/timeouts in metrics.jsonl, and run `fastir doctor`"
         )
 

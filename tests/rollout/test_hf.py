@@ -14,7 +14,9 @@ from fastir.training.sync import SyncError, sync_weights
 def requests_of(tokenizer, count, max_tokens=24, seed=0):
     prompts = [f"Q: What is {i * 37 + 11} + {i * 1009 + 5}?\nA: " for i in range(count)]
     return [
-        SampleRequest((i,), np.array(tokenizer.encode(p, add_special_tokens=False), dtype=np.int32), max_tokens, (seed, i))
+        SampleRequest(
+            (i,), np.array(tokenizer.encode(p, add_special_tokens=False), dtype=np.int32), max_tokens, (seed, i)
+        )
         for i, p in enumerate(prompts)
     ]
 
@@ -29,7 +31,9 @@ def continued(request, sample, more, tokenizer):
 def eager(model_config):
     from fastir.training.model import model_source
 
-    return AutoModelForCausalLM.from_pretrained(model_source(model_config)[0], attn_implementation="eager").double().eval()
+    return (
+        AutoModelForCausalLM.from_pretrained(model_source(model_config)[0], attn_implementation="eager").double().eval()
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

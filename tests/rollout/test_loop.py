@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from fastir.data import Problem
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fastir.config import DataConfig, TirConfig
-from fastir.data import Problem
 from fastir.rollout.engine import Sample
 from fastir.rollout.loop import rollout
 from fastir.rollout.prompt import TurnFormat
@@ -163,7 +163,7 @@ async def test_a_failing_sandbox_costs_that_rollout_only(bytes_tokenizer):
         async def run(self, code):
             if "boom" in code:
                 raise SandboxError("gone")
-            return (await real.run(code))
+            return await real.run(code)
 
     async with Sandbox(SandboxConfig()) as real:
         trajectories, _ = await run(

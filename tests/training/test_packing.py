@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from made import make_trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import make_trajectory
 
 from fastir.training.packing import anchor_batch, pack
 

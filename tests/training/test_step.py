@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from made import make_trajectory
 from fastir_kernels import Denominators
+from made import make_trajectory
 from transformers import AutoModelForCausalLM
 
 from fastir.config import LossConfig, OptimizerConfig
@@ -22,7 +22,9 @@ def batch_of(seed: int, count: int):
     rng = np.random.default_rng(seed)
     trajectories = [make_trajectory(rng, turns=int(rng.integers(1, 4))) for _ in range(count)]
     advantages = rng.normal(size=count).astype(np.float32)
-    per_token = [np.where(t.policy_mask, a, 0).astype(np.float32) for t, a in zip(trajectories, advantages, strict=True)]
+    per_token = [
+        np.where(t.policy_mask, a, 0).astype(np.float32) for t, a in zip(trajectories, advantages, strict=True)
+    ]
     return trajectories, advantages, per_token
 
 
@@ -136,7 +138,12 @@ def test_gradient_is_clipped_to_the_global_norm(policy):
         policy, torch.optim.SGD(policy.parameters(), lr=1.0), batches, [b.behavior_logprobs for b in batches],
         spec=loss_spec(LossConfig()), denominators=Denominators(30, 3), temperature=1.0, grad_clip=1e-3,
     )  # fmt: skip
-    moved = math.sqrt(sum(float((a - p.full_tensor().detach()).square().sum()) for a, p in zip(before, policy.parameters(), strict=True)))
+    moved = math.sqrt(
+        sum(
+            float((a - p.full_tensor().detach()).square().sum())
+            for a, p in zip(before, policy.parameters(), strict=True)
+        )
+    )
     assert moved == pytest.approx(1e-3, rel=1e-2)
 
 

@@ -12,9 +12,9 @@ import time
 import numpy as np
 import pytest
 
-import fastir.training.trainer as trainer
 from fastir.config import load_config
 from fastir.observe.metrics import read_metrics
+from fastir.training import batch, trainer
 from fastir.training.trainer import RunStopped, train
 from fastir.types import Trajectory
 
@@ -29,7 +29,9 @@ SMALL = (
 
 
 def small(tmp_path, *overrides, steps=3, name="run"):
-    return load_config("quickstart", [*SMALL, f"run.dir='{tmp_path}'", f"run.name={name}", f"run.steps={steps}", *overrides])
+    return load_config(
+        "quickstart", [*SMALL, f"run.dir='{tmp_path}'", f"run.name={name}", f"run.steps={steps}", *overrides]
+    )
 
 
 def command(tmp_path, *arguments, name="run", steps=6, launcher=(sys.executable, "-m")):
@@ -93,7 +95,9 @@ def test_killed_run_resumes_with_the_same_numbers(tmp_path):
     assert len(metrics.read_bytes().splitlines()) < 6
     subprocess.run(command(tmp_path, "--resume", name="killed"), check=True, capture_output=True)
     for name in ("metrics.jsonl", "trajectories.jsonl"):
-        whole, resumed = ([json.loads(x) for x in (tmp_path / r / name).read_text().splitlines()] for r in ("whole", "killed"))
+        whole, resumed = (
+            [json.loads(x) for x in (tmp_path / r / name).read_text().splitlines()] for r in ("whole", "killed")
+        )
         if name == "trajectories.jsonl":  # wall times of the tool differ
             for row in (*whole, *resumed):
                 row.pop("seconds")
@@ -107,7 +111,9 @@ def test_two_ranks_train_like_one(tmp_path):
     subprocess.run(command(tmp_path, name="one", steps=2), check=True, capture_output=True)
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command(tmp_path, name="two", steps=2, launcher=launcher), check=True, capture_output=True, env=environment)
+    subprocess.run(
+        command(tmp_path, name="two", steps=2, launcher=launcher), check=True, capture_output=True, env=environment
+    )
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for name in ("reward/mean", "rollout/count", "rollout/void_turn_rate", "train/tokens"):
         assert [row[name] for row in one] == [row[name] for row in two]
@@ -118,14 +124,14 @@ def test_two_ranks_train_like_one(tmp_path):
 @pytest.mark.parametrize("mode", ["mask", "drop", "off"])
 def test_void_rollouts_reach_the_forward_pass_only_when_the_filter_is_off(tmp_path, mode, monkeypatch):
     forwarded = []
-    original = trainer.pack
+    original = batch.pack
 
     def spy(trajectories, advantages, members, budget):
         batches = original(trajectories, advantages, members, budget)
         forwarded.extend(trajectories[i].has_void for b in batches for i in b.trajectory_indices)
         return batches
 
-    monkeypatch.setattr(trainer, "pack", spy)
+    monkeypatch.setattr(batch, "pack", spy)
     train(small(tmp_path, f"algorithm.void_filter={mode}", "data.heldout=none", steps=3))
     assert forwarded
     assert any(forwarded) == (mode == "off")
@@ -141,7 +147,14 @@ def test_a_step_in_which_nothing_trains_is_skipped_and_counted(tmp_path):
 
 
 def test_several_updates_per_batch(tmp_path):
-    config = small(tmp_path, "training.mini_batches=2", "training.epochs=2", "data.heldout=none", "training.token_budget=300", steps=2)
+    config = small(
+        tmp_path,
+        "training.mini_batches=2",
+        "training.epochs=2",
+        "data.heldout=none",
+        "training.token_budget=300",
+        steps=2,
+    )
     train(config)
     rows = read_metrics(config.run_dir / "metrics.jsonl")
     assert all(2 <= row["train/updates"] <= 4 for row in rows)
@@ -195,8 +208,8 @@ def test_failing_grader_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_non_finite_updates_are_saved_and_stop_the_run(tmp_path, monkeypatch):
-    original = trainer.group_advantages
-    monkeypatch.setattr(trainer, "group_advantages", lambda *a, **k: original(*a, **k) * np.nan)
+    original = batch.group_advantages
+    monkeypatch.setattr(batch, "group_advantages", lambda *a, **k: original(*a, **k) * np.nan)
     config = small(tmp_path, "data.heldout=none", "training.max_nonfinite_steps=2")
     with pytest.raises(RunStopped, match="not finite in 2 updates"):
         train(config)
