@@ -162,7 +162,7 @@ def _rollout(options: argparse.Namespace) -> int:
         if options.recipe:
             raise CommandError("give a recipe or --from, not both")
         trajectories, title = _logged(options.logged, options.step, options.split, options.n)
-        console.print(Text(title, "bold"), soft_wrap=True)
+        console.print(Text(title, "bold"), soft_wrap=not console.is_terminal)
         config = _config_beside(options.logged)
         decode = _decoder(config, trusted=False) if config else None
         show(console, trajectories, decode=decode, void_filter=config.algorithm.void_filter if config else None)
@@ -187,11 +187,11 @@ def _doctor(options: argparse.Namespace) -> int:
     for finding in findings:
         colour = {"ok": "green", "warn": "yellow", "missing": "bold red"}[finding.status]
         line = Text.assemble((f"{finding.status:<8}", colour), f"{finding.name:<14}{finding.text}")
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=not console.is_terminal)
         if finding.remedy:
-            console.print(Text(f"{'':<22}→ {finding.remedy}", colour), soft_wrap=True)
+            console.print(Text(f"{'':<22}→ {finding.remedy}", colour), soft_wrap=not console.is_terminal)
     ready, sentence = verdict(findings)
-    console.print(Text(f"\n{sentence}", "bold"), soft_wrap=True)
+    console.print(Text(f"\n{sentence}", "bold"), soft_wrap=not console.is_terminal)
     return 0 if ready else 1
 
 
@@ -207,8 +207,8 @@ def _config(options: argparse.Namespace) -> int:
             console.print(Text(f"[{section}]", "bold cyan"))
         line = Text.assemble("  ", (leaf, "bold"), f" = {_toml(info.get_default(call_default_factory=True))}")
         line.append(f"   {allowed(info)}", "green")
-        console.print(line, soft_wrap=True)
-        console.print(Text(f"      {info.description}", "dim"), soft_wrap=True)
+        console.print(line, soft_wrap=not console.is_terminal)
+        console.print(Text(f"      {info.description}", "dim"), soft_wrap=not console.is_terminal)
     console.print(Text(f"\nrecipes: {', '.join(recipe_names())}", "bold"))
     return 0
 
@@ -303,7 +303,7 @@ def _print_summary(config: Config, summary: dict[str, Any]) -> None:
     ):
         if summary.get(after) is not None:
             change = Text(f"{title:<18} {share(before)} before → ").append(f"{share(after)} after", "bold green")
-            console.print(change, soft_wrap=True)
+            console.print(change, soft_wrap=not console.is_terminal)
     files = config.run_dir.resolve()
     print(f"files              {files}")
     print(f"look at rollouts   fastir rollout --from {config.run_dir / 'trajectories.jsonl'}")
