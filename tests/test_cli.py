@@ -257,3 +257,37 @@ def test_scripts_are_valid_and_executable():
     for path in [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]:
         subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
         assert path.stat().st_mode & 0o111, path
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """scripts/quickstart.sh in a folder where setup does nothing and python prints its arguments."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "scripts" / "quickstart.sh").write_text((ROOT / "scripts" / "quickstart.sh").read_text())
+    for name, body in (("scripts/setup.sh", "exit 0"), (".venv/bin/python", 'echo "ran $*"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def run_script(*arguments):
+        command = ["bash", str(tmp_path / "scripts" / "quickstart.sh"), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, cwd="/", timeout=10).stdout
+
+    return tmp_path, run_script
+
+
+def test_quickstart_takes_the_first_free_name(quickstart):
+    root, run_script = quickstart
+    assert run_script("run.seed=1") == "ran -m fastir train quickstart run.name=quickstart run.seed=1\n"
+    (root / "runs" / "quickstart").mkdir(parents=True)
+    (root / "runs" / "quickstart-2").mkdir()
+    out = run_script()
+    assert out.endswith("ran -m fastir train quickstart run.name=quickstart-3\n")
+    assert "this run is called quickstart-3" in out
+
+
+@pytest.mark.parametrize("argument", ["run.name=mine", "--resume", "--dry-run"])
+def test_quickstart_leaves_the_name_to_who_chose_one(quickstart, argument):
+    root, run_script = quickstart
+    (root / "runs" / "quickstart").mkdir(parents=True)
+    assert run_script(argument) == f"ran -m fastir train quickstart {argument}\n"

@@ -47,8 +47,8 @@ def show(
     ``void_filter`` is the run's setting, if known: with it, what becomes of a rollout with a void turn is said too.
     """
     for number, trajectory in enumerate(trajectories, 1):
-        console.print(Text(f"── rollout {number} of {len(trajectories)} " + "─" * 50, style="bold"), soft_wrap=not console.is_terminal)
-        for block in _blocks(trajectory, decode, void_filter):
+        title = Text(f"── rollout {number} of {len(trajectories)} " + "─" * 50, style="bold")
+        for block in (title, *_blocks(trajectory, decode, void_filter)):
             console.print(block, soft_wrap=not console.is_terminal)
         console.print()
 
