@@ -236,14 +236,14 @@ def _need_torch() -> None:
 
 def _check_run_dir(config: Config, resume: bool) -> None:
     """Refuse before anything is loaded, and before anything is overwritten."""
-    from fastir.observe.metrics import METRICS_FILE
+    from fastir.observe.metrics import holds_run
 
     checkpoints = any(config.run_dir.glob("checkpoints/step-*"))
     if resume and not checkpoints:
         raise CommandError(
             f"--resume: {config.run_dir} has no checkpoint: start without --resume, under a new run.name if it exists"
         )
-    if not resume and (checkpoints or (config.run_dir / METRICS_FILE).exists()):
+    if not resume and (checkpoints or holds_run(config.run_dir)):
         raise CommandError(
             f"{config.run_dir} holds an earlier run: continue it with --resume, or start a new one with run.name=NAME"
         )

@@ -49,10 +49,8 @@ class MetricsWriter:
         self._files: dict[str, IO[str]] = {}
         self._events: Any = None
         if resume_step is None:
-            # A run without trajectories must not leave an earlier run's beside its own metrics either.
-            for name in (METRICS_FILE, TRAJECTORIES_FILE):
-                if (run_dir / name).exists():
-                    raise FileExistsError(f"{run_dir / name} belongs to another run: resume it or change run.name")
+            if holds_run(run_dir):
+                raise FileExistsError(f"{run_dir} holds an earlier run: resume it or change run.name")
         else:
             self._last_step = resume_step
             for name in (METRICS_FILE, TRAJECTORIES_FILE):
@@ -96,6 +94,13 @@ class MetricsWriter:
         for row in rows:
             file.write(_dump({"step": step, **row}) + "\n")
         file.flush()
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a folder has rows of a run. One that failed before its first row may be started again."""
+    # Both files count: a run without trajectories must not leave an earlier run's beside its own metrics.
+    files = (run_dir / name for name in (METRICS_FILE, TRAJECTORIES_FILE))
+    return any(file.exists() and file.stat().st_size > 0 for file in files)
 
 
 def drop_rows_from(path: Path, step: int) -> None:

@@ -130,6 +130,12 @@ def test_a_new_run_never_writes_into_an_old_one(tmp_path):
     assert (tmp_path / METRICS_FILE).read_bytes() == before
 
 
+def test_a_run_that_failed_before_its_first_row_may_start_again(tmp_path):
+    writer(tmp_path).close()
+    write_steps(writer(tmp_path), [0])
+    assert len(read_metrics(tmp_path / METRICS_FILE)) == 1
+
+
 def test_steps_never_go_back(tmp_path):
     out = writer(tmp_path, resume_step=3)
     out.log(3, {"a": 1})
