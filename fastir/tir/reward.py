@@ -92,8 +92,13 @@ class Grader:
         self._stats = GraderStats()
         self._closed = False
 
-    def grade(self, answer: str | None, gold: str) -> GradeResult:
+    def grade(self, answer: str | None, gold: str, *, by_text: bool = True) -> GradeResult:
         """Judge one answer; thread-safe.
+
+        Args:
+            answer: the policy's final answer, or None.
+            gold: the gold answer.
+            by_text: False skips the quick judgement by text and asks math-verify, whatever the answer: for checking it.
 
         Raises:
             RuntimeError: when the grader is closed, or a worker cannot start.
@@ -103,7 +108,7 @@ class Grader:
         if answer is None or not answer.strip():
             self._count(graded=1, no_answer=1)
             return GradeResult(False, "no_answer")
-        verdict = quick_grade(answer, gold)
+        verdict = quick_grade(answer, gold) if by_text else None
         if verdict is not None:
             self._count(graded=1, quick=1)
             return GradeResult(verdict, "ok")
@@ -111,10 +116,10 @@ class Grader:
         self._count(graded=1, timeouts=result.status == "timeout", failed=result.status == "failed")
         return result
 
-    def grade_many(self, pairs: Iterable[tuple[str | None, str]]) -> list[GradeResult]:
+    def grade_many(self, pairs: Iterable[tuple[str | None, str]], *, by_text: bool = True) -> list[GradeResult]:
         """Judge (answer, gold) pairs on all workers; verdicts in the order of the pairs."""
         with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(lambda pair: self.grade(*pair), pairs))
+            return list(pool.map(lambda pair: self.grade(*pair, by_text=by_text), pairs))
 
     async def grade_async(self, answer: str | None, gold: str) -> GradeResult:
         """Judge one answer without blocking the event loop."""
