@@ -1,10 +1,11 @@
 """Arithmetic problems that need a tool: the data of the quickstart.
 
-A model of a hundred thousand parameters cannot multiply ``37 * 482``; copying the numbers into one line of Python is within its
-reach. So a run on these problems shows one thing only: whether reinforcement learning taught the model to use its tool.
+A model of a hundred thousand parameters cannot multiply ``37 * 482``; copying the numbers into one line of Python is
+within its reach. So a run on these problems shows one thing only: whether reinforcement learning taught the model to
+use its tool.
 
-Which split a problem belongs to is a function of its numbers (not of its wording, nor of the seed), so the training and the
-held-out set share no set of operands for any pair of seeds.
+Which split a problem belongs to is a function of its numbers (not of its wording, nor of the seed), so the training and
+the held-out set share no set of operands for any pair of seeds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from fastir.data import Problem
+
 Split = Literal["train", "heldout"]
 
 HELDOUT_SHARE = 8  # one set of operands in eight is held out
@@ -24,7 +27,7 @@ _THINGS = ("pens", "cups", "eggs", "cards", "coins", "books")
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """One problem with the Python expression that solves it; `expression` is for checks and for making pre-training text."""
+    """One problem, with the Python expression that solves it (for checks, and for making pre-training text)."""
 
     question: str
     expression: str
@@ -62,7 +65,7 @@ def _draw(rng: random.Random) -> Arithmetic:
 
 
 def arithmetic(split: Split, seed: int) -> Iterator[Arithmetic]:
-    """An endless stream of problems of one split; the same seed gives the same stream. Operands do not repeat within a stream."""
+    """An endless stream of problems of one split: the same for the same seed, no set of operands twice."""
     rng = random.Random(f"{split}/{seed}")
     seen: set[tuple[int, ...]] = set()
     while True:
@@ -73,10 +76,10 @@ def arithmetic(split: Split, seed: int) -> Iterator[Arithmetic]:
             yield problem
 
 
-def tiny_problems(split: Split, n: int, seed: int = 0) -> list[dict[str, str]]:
-    """`n` problems of a split: ``{"id", "question", "answer"}``, the same for the same seed on every machine."""
-    stream = arithmetic(split, seed)
+def tiny_problems(split: Split, n: int, seed: int = 0) -> list[Problem]:
+    """`n` problems of a split, the same for the same seed on every machine."""
+    source = f"tiny-{split}-{seed}"
     return [
-        {"id": f"tiny-{split}-{seed}-{i}", "question": p.question, "answer": str(p.answer)}
-        for i, p in zip(range(n), stream)
+        Problem(id=f"{source}:{row}", question=p.question, answer=str(p.answer), source=source)
+        for row, p in zip(range(1, n + 1), arithmetic(split, seed))
     ]
