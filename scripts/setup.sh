@@ -32,7 +32,7 @@ done
 
 find_python() {
     local name
-    for name in python3.13 python3.12 python3.11 python3; do
+    for name in python3 python3.13 python3.12 python3.11; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$name"
             return

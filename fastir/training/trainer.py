@@ -275,9 +275,9 @@ def _stop_on_failures(trajectories: Sequence[Trajectory], most: float) -> None:
     count_failed, count = np.sum(gather([sum(map(failed, trajectories)), len(trajectories)]), axis=0)
     if count_failed > most * count:
         raise RunStopped(
-            f"the tool or the grader failed in {count_failed} of {count} rollouts, more than rollout.max_failed_share = "
-            f"{most}: "
-            "see tool/failed, grader/failed and grader/timeouts in metrics.jsonl, and run `fastir doctor`"
+            f"the tool or the grader failed in {count_failed} of {count} rollouts, more than "
+            f"rollout.max_failed_share = {most}: see tool/failed, grader/failed and grader/timeouts in metrics.jsonl, "
+            "and run `fastir doctor`"
         )
 
 

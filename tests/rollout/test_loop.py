@@ -79,7 +79,7 @@ async def test_every_way_to_end(bytes_tokenizer):
     trajectories, _ = await run(
         bytes_tokenizer,
         [
-            ["so " + code, "It is \\boxed{42}"],
+            ["so\n" + code, "It is \\boxed{42}"],
             ["hm", ""],
             [code, code, code],
             [CODE.format("final_answer(41 + 1)")],
@@ -97,7 +97,7 @@ async def test_every_way_to_end(bytes_tokenizer):
 
 
 async def test_ids_trained_on_are_ids_sampled_and_masks_come_from_construction(bytes_tokenizer):
-    turns = ["so " + CODE.format("print('policy \\\\boxed{1}')"), "\\boxed{2}"]
+    turns = ["so\n" + CODE.format("print('policy \\\\boxed{1}')"), "\\boxed{2}"]
     (t,), engine = await run(bytes_tokenizer, [turns])
     first, second = engine.requests
     assert t.token_ids[: t.prompt_length].tolist() == first.token_ids.tolist()
@@ -141,13 +141,13 @@ async def test_chat_template_pieces_between_turns_are_appended_once(bytes_tokeni
     code = CODE.format("print(5)")
     data = DataConfig(chat_template=True, system_prompt="Use Python.")
     trajectories, _ = await run(
-        bytes_tokenizer, [[code, "\\boxed{5}"], ["a " + code + "tail", "\\boxed{5}"]], data=data
+        bytes_tokenizer, [[code, "\\boxed{5}"], ["a\n" + code + "tail", "\\boxed{5}"]], data=data
     )
     shown = "<|im_start|>user\n\nCode execution result: 5\n<|im_end|>\n<|im_start|>assistant\n\\boxed{5}<|im_end|>"
     head = "<|im_start|>system\nUse Python.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     texts = [bytes_tokenizer.decode(t.token_ids) for t in trajectories]
     assert texts[0] == head + code + "<|im_end|>\n" + shown  # stopped at the fence: the template closes the message
-    assert texts[1] == head + "a " + code + "tail<|im_end|>\n" + shown  # the policy closed it itself
+    assert texts[1] == head + "a\n" + code + "tail<|im_end|>\n" + shown  # the policy closed it itself
     assert int((trajectories[0].token_ids[trajectories[0].policy_mask] == bytes_tokenizer.eos_token_id).sum()) == 1
     bytes_tokenizer.chat_template = None
 
