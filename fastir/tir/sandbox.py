@@ -7,8 +7,9 @@ does is an exception here; ``SandboxError`` is raised when the sandbox itself fa
 Isolation needs Linux 5.12 with user namespaces, and neither root nor any set-uid helper. Without it ``start`` refuses,
 unless ``allow_unsafe`` is set.
 
-Limits of the isolation: the code shares the host's kernel and, while it runs, its processors and memory bandwidth; it can
-read the Python installation and /usr; time and /dev/urandom are real, so a script that uses them can differ on replay.
+Limits of the isolation: the code shares the host's kernel and, while it runs, its processors and memory bandwidth; it
+can read the Python installation and /usr, and see mount paths in /proc/self/mountinfo; time and /dev/urandom are real,
+so a script that uses them can differ on replay.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from typing import Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastir.tir import sandbox_child as protocol
+from fastir.tir import sandbox_supervisor as protocol
 from fastir.tir.sandbox_record import Settings
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "crashed"]
 
 _START_SECONDS = 120.0  # for the zygote's imports, on a slow disk
 _FORK_SECONDS = 20.0  # from a request to the supervisor's first sign of life
+_PING_SECONDS = 5.0
 _PARENT_GRACE_SECONDS = 1.0  # after the time limit the trainer hangs up, whatever the supervisor does
 _ATTEMPTS = 3  # a run is repeated when its zygote died under it
 
@@ -55,7 +57,7 @@ class SandboxConfig(BaseModel):
 
     allow_unsafe: bool = Field(
         False,
-        description="Run with process limits only where isolation is unavailable. The code then sees files and network.",
+        description="Run with process limits only where isolation is unavailable. The code sees files and network.",
     )
     timeout_seconds: float = Field(5.0, description="Wall-clock limit of an execution, in seconds.", gt=0)
     cpu_seconds: float = Field(10.0, description="CPU limit of each process of an execution, in seconds.", gt=0)
@@ -160,7 +162,8 @@ class _Zygote:
         )
         self._control, theirs = socket.socketpair()
         root = str(Path(__file__).resolve().parents[2])
-        start = f"import sys; sys.path.insert(0, {root!r}); from fastir.tir.sandbox_child import main; main({theirs.fileno()})"
+        start = f"import sys; sys.path.insert(0, {root!r}); "
+        start += f"from fastir.tir.sandbox_child import main; main({theirs.fileno()})"
         try:
             # Like -I, but PYTHONHASHSEED must be read: sets of strings then iterate the same in every execution.
             self._process = subprocess.Popen(
@@ -191,13 +194,13 @@ class _Zygote:
                 while not reply.endswith(b"\n"):
                     piece = await loop.sock_recv(self._control, 65536)
                     if not piece:
-                        stderr = await asyncio.to_thread(self._last_words)
-                        raise SandboxError(f"the sandbox's Python process died at its start: {stderr}")
+                        raise ConnectionResetError
                     reply += piece
         except TimeoutError:
             raise SandboxError(f"the sandbox was not ready after {_START_SECONDS:g} s") from None
-        except OSError as error:
-            raise SandboxError(f"the sandbox's Python process died at its start: {error}") from error
+        except OSError:
+            stderr = await asyncio.to_thread(self._last_words)
+            raise SandboxError(f"the sandbox's Python process died at its start: {stderr}") from None
         message = json.loads(reply)
         if "failed" in message:
             raise SandboxError(f"{message['failed']}: {message['error']}")
@@ -228,7 +231,7 @@ class _Zygote:
         """Whether the zygote answers within a few seconds."""
         loop = asyncio.get_running_loop()
         try:
-            async with self._ping_lock, asyncio.timeout(5.0):
+            async with self._ping_lock, asyncio.timeout(_PING_SECONDS):
                 await loop.sock_sendall(self._control, b"P")
                 return await loop.sock_recv(self._control, 1) == b"p"
         except (OSError, TimeoutError):
@@ -259,7 +262,7 @@ _REMEDY = (
 
 
 class Sandbox:
-    """Runs scripts, each in an isolation of its own: ``async with Sandbox(config) as sandbox: await sandbox.run(code)``.
+    """Runs scripts, each isolated: ``async with Sandbox(config) as sandbox: await sandbox.run(code)``.
 
     One object serves any number of tasks of one event loop; ``workers`` executions run at once, the others wait.
     """
@@ -347,12 +350,14 @@ class Sandbox:
                     self.stats.by_status[result.status] += 1
                     self.stats.seconds += result.seconds
                     return result
-                await self._replace(zygote)
+                await self._replace_if_dead(zygote)
             raise SandboxError(f"the sandbox's zygote died or hung {_ATTEMPTS} times during one execution")
 
-    async def _replace(self, dead: _Zygote) -> None:
+    async def _replace_if_dead(self, dead: _Zygote) -> None:
         async with self._restart_lock:
             if self._zygote is not dead or self._closed:  # another task has done it, or close() wins
+                return
+            if await dead.alive():  # only the supervisor was lost
                 return
             self.stats.zygote_restarts += 1
             self._zygote = None
@@ -360,7 +365,7 @@ class Sandbox:
             await self._launch(isolate=self._isolate)
 
     async def _attempt(self, zygote: _Zygote, code: str) -> ExecResult | None:
-        """One execution; None if the zygote died or hung, so that it says nothing about the code."""
+        """One execution; None if the zygote died or hung, or the supervisor was lost before the code started."""
         loop = asyncio.get_running_loop()
         source = code.encode("utf-8", "surrogatepass")
         limit = self.config.timeout_seconds
@@ -394,10 +399,8 @@ class Sandbox:
             if status == "infrastructure":
                 raise SandboxError(f"the sandbox could not set up an execution: {result.error}")
             return result
-        if not await zygote.alive():
+        if started is None or not await zygote.alive():
             return None
-        if started is None:
-            raise SandboxError("the sandbox's supervisor died before the code started")
         seconds = time.monotonic() - started
         if seconds >= limit:
             return ExecResult("timeout", error=f"TimeoutError: no result within {limit:g} s", seconds=seconds)

@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import gc
 import importlib
+import io
 import linecache
 import math
 import os
@@ -55,7 +56,7 @@ def _make_final_answer(record: Record) -> Callable[..., None]:
 
 def _describe(error: BaseException | None) -> tuple[int, bytes, bytes]:
     """State, last traceback line and whole traceback, the latter without this module's own frame."""
-    if error is None or isinstance(error, SystemExit) and error.code in (None, 0):
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return FINISHED, b"", b""
     state = RAISED
     try:
@@ -79,7 +80,12 @@ def _run_code(code: bytes, record: Record) -> NoReturn:
     """
     pristine = dict(builtins.__dict__)
     clear, update, exit_now, getpid, exc_info = dict.clear, dict.update, os._exit, os.getpid, sys.exc_info
-    out, err, join_threads, run_exit_functions = sys.stdout, sys.stderr, threading._shutdown, atexit._run_exitfuncs
+    out, err, join_threads, run_exit_functions = (
+        sys.stdout,
+        sys.stderr,
+        vars(threading)["_shutdown"],
+        vars(atexit)["_run_exitfuncs"],
+    )
     describe, finish, worker = _describe, record.finish, getpid()
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
@@ -107,11 +113,16 @@ def _run_code(code: bytes, record: Record) -> NoReturn:
     exit_now(0)
 
 
+def _line_writer(fd: int) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
+
+
 def _open_standard_streams() -> None:
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
     # Line-buffered, so that what was printed before a time-out is not lost.
-    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    sys.stdout = _line_writer(1)
+    sys.stderr = _line_writer(2)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
 
 
@@ -166,7 +177,11 @@ def _become_worker(settings: Settings, fds: list[int], seccomp: bytes | None) ->
         if settings.isolate:
             linux.setns(
                 fds[5],
-                linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP,
+                linux.CLONE_NEWNS
+                | linux.CLONE_NEWNET
+                | linux.CLONE_NEWIPC
+                | linux.CLONE_NEWUTS
+                | linux.CLONE_NEWCGROUP,
             )
         os.chdir(record.directory() or "/tmp")
         os.setsid()
@@ -228,7 +243,7 @@ def _preload(names: list[str]) -> None:
 
 
 def serve(requests: socket.socket, settings: Settings) -> None:
-    """The zygote: import, say so, then fork a worker for each supervisor that asks, and tell it how the worker ended."""
+    """The zygote: import, say so, then fork a worker for each supervisor that asks and tell it how that ended."""
     try:
         if sys.platform == "linux":
             linux.limit_malloc_arenas()
