@@ -1,33 +1,62 @@
-"""The matrix products of the linear ops: chunk size, and the dtype they run in."""
+"""The matrix products of the linear ops: how they are cut, and the dtype they run in.
+
+Logits are fp32 whatever the inputs: rounding them to bf16 costs up to 2^-9 of a logit in each log-probability.
+On CUDA bf16 operands go in as they are, with fp32 accumulation and output. On a CPU the operands are widened to fp32
+(exact for bf16), block by block: torch has no bf16 product with fp32 output there, and without AMX the fp32 product is
+also the faster one. The two gradient products take dlogits in the dtype of the inputs on CUDA and on a CPU with AMX, in
+fp32 elsewhere; the weight gradient accumulates in fp32 over all chunks.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 << 20
+BLOCK_COLUMNS = 4096  # of the vocabulary, widened to fp32 at a time
 
 
-def chunk_rows(vocabulary: int) -> int:
-    """Rows of fp32 logits held at a time by the torch backend: a function of the vocabulary alone."""
-    return max(16, CHUNK_BYTES // (4 * vocabulary) // 16 * 16)
+def gradient_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of dlogits in the gradient products of inputs like x."""
+    narrow = x.device.type == "cuda" or (x.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported())
+    return x.dtype if narrow else torch.float32
 
 
-def row_chunks(rows: Tensor, vocabulary: int) -> list[Tensor]:
-    """Row indices (R,) cut into chunks of `chunk_rows`; no chunk when there is no row."""
-    return list(rows.split(chunk_rows(vocabulary))) if len(rows) else []
-
-
-def operand(x: Tensor) -> Tensor:
-    """x in the dtype the products run in: fp32, exact for bf16 inputs; logits are never rounded to bf16."""
-    return x.float()
+def _blocks(weight: Tensor) -> list[tuple[int, int]]:
+    step = BLOCK_COLUMNS if weight.device.type == "cpu" and weight.dtype != torch.float32 else max(len(weight), 1)
+    return [(a, min(a + step, len(weight))) for a in range(0, len(weight), step)]
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-    """softcap * tanh((hidden weight^T + bias) / softcap), (R, V), for operands of one dtype; softcap 0 means none."""
-    logits = torch.mm(hidden, weight.t())
+    """softcap * tanh((hidden weight^T + bias) / softcap) as (R, V) fp32; softcap 0 means none."""
+    if hidden.device.type == "cuda" and hidden.dtype != torch.float32:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
+        wide = hidden.float()
+        for a, b in _blocks(weight):
+            torch.mm(wide, weight[a:b].float().t(), out=logits[:, a:b])
     if bias is not None:
         logits += bias
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
     return logits
+
+
+def hidden_gradient(dlogits: Tensor, weight: Tensor) -> Tensor:
+    """dlogits (R, V) in `gradient_dtype` times weight (V, H) -> (R, H)."""
+    if dlogits.dtype == weight.dtype:
+        return torch.mm(dlogits, weight)
+    out = dlogits.new_zeros((len(dlogits), weight.shape[1]))
+    for a, b in _blocks(weight):
+        out.addmm_(dlogits[:, a:b], weight[a:b].float())
+    return out
+
+
+def add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
+    """total (V, H) fp32 += dlogits^T hidden."""
+    if dlogits.dtype == torch.float32:
+        total.addmm_(dlogits.t(), hidden.float())
+    elif dlogits.device.type == "cuda":
+        torch.addmm(total, dlogits.t(), hidden, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(dlogits.t(), hidden)

@@ -8,77 +8,116 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .gemm import linear_logits, operand, row_chunks
+from .backend import resolve
+from .chunks import dlogits, row_chunks, stats
+from .gemm import add_weight_gradient, gradient_dtype, hidden_gradient, linear_logits
 from .logprobs import naive_token_logprobs
-from .rows import row_grad, row_stats
 from .spec import TokenStats
 
 
-class _LinearTokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: Tensor,
-        mask: Tensor | None,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows = hidden.shape[0]
-        out = hidden.new_zeros((4, rows), dtype=torch.float32)
-        kept = torch.arange(rows, device=hidden.device) if mask is None else mask.nonzero()[:, 0]
-        w = operand(weight)
-        b = None if bias is None else operand(bias)
-        for r in row_chunks(kept, len(w)):
-            z = linear_logits(operand(hidden[r]), w, b, softcap)
-            stats = row_stats(z, targets[r].long(), 1 / temperature[r])
-            for i, value in enumerate(stats):
-                out[i, r] = value
-        logprob, entropy, sqnorm, lse = (x.clone() for x in out)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, kept, logprob, entropy, lse)
-        ctx.softcap = softcap
-        ctx.mark_non_differentiable(sqnorm, lse)
-        return logprob, entropy, sqnorm, lse
+@torch.library.custom_op("fastir_kernels::linear_token_logprobs", mutates_args=())
+def _linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    mask: Tensor | None,
+    softcap: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> logprob, entropy, ||pi - e_target||^2, lse, each (T,) fp32."""
+    out = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
+    for r in row_chunks(len(hidden), mask, len(weight), hidden.device):
+        z = linear_logits(hidden[r], weight, bias, softcap)
+        out[:, r] = stats(backend, z, targets[r], 1 / temperature[r])
+    return out[0].clone(), out[1].clone(), out[2].clone(), out[3].clone()
 
-    @staticmethod
-    def backward(ctx: Any, dlogprob: Tensor, dentropy: Tensor, *_: Any) -> Any:
-        hidden, weight, bias, targets, temperature, kept, logprob, entropy, lse = ctx.saved_tensors
-        w = operand(weight)
-        b = None if bias is None else operand(bias)
-        dhidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        dweight = torch.zeros_like(w) if ctx.needs_input_grad[1] else None
-        dbias = w.new_zeros(len(w)) if ctx.needs_input_grad[2] else None
-        for r in row_chunks(kept, len(w)):
-            h = operand(hidden[r])
-            z = linear_logits(h, w, b, ctx.softcap)
-            dz, _sqnorm = row_grad(
-                z,
-                targets[r].long(),
-                1 / temperature[r],
-                logprob[r],
-                entropy[r],
-                lse[r],
-                dlogprob[r],
-                dentropy[r],
-                ctx.softcap,
-            )
-            if dhidden is not None:
-                dhidden[r] = torch.mm(dz, w).to(dhidden.dtype)
-            if dweight is not None:
-                dweight.addmm_(dz.t(), h)
-            if dbias is not None:
-                dbias += dz.sum(dim=0)
-        return (
-            dhidden,
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None else dbias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+
+@_linear_token_logprobs.register_fake
+def _(hidden: Tensor, *_: Any) -> Any:
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(4))
+
+
+@torch.library.custom_op("fastir_kernels::linear_token_logprobs_grad", mutates_args=())
+def _grad(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    mask: Tensor | None,
+    statistics: Tensor,
+    dlogprob: Tensor | None,
+    dentropy: Tensor | None,
+    softcap: float,
+    backend: str,
+    need: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> d hidden, d weight, d bias; empty where not needed."""
+    dhidden = torch.zeros_like(hidden) if need[0] else hidden.new_empty(0)
+    dweight = torch.zeros_like(weight, dtype=torch.float32) if need[1] else weight.new_empty(0)
+    dbias = weight.new_zeros(len(weight) if need[2] else 0, dtype=torch.float32)
+    for r in row_chunks(len(hidden), mask, len(weight), hidden.device):
+        h = hidden[r]
+        z = linear_logits(h, weight, bias, softcap)
+        c, e = (None if x is None else x[r].float() for x in (dlogprob, dentropy))
+        dtype = gradient_dtype(hidden)
+        dz = dlogits(backend, z, targets[r], 1 / temperature[r], statistics[:, r], c, e, softcap, dtype)[0]
+        if need[0]:
+            dhidden[r] = hidden_gradient(dz, weight).to(dhidden.dtype)
+        if need[1]:
+            add_weight_gradient(dweight, dz, h)
+        if need[2]:
+            dbias += dz.sum(dim=0, dtype=torch.float32)
+    return dhidden, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
+
+
+@_grad.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    return fake_gradients(hidden, weight, bias, rest[-1])
+
+
+def fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, need: list[bool]) -> tuple[Tensor, ...]:
+    """Shapes and dtypes of d hidden, d weight, d bias."""
+    dhidden = torch.empty_like(hidden) if need[0] else hidden.new_empty(0)
+    dweight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
+    dbias = weight.new_empty(0, dtype=torch.float32) if bias is None else bias.new_empty(len(bias) if need[2] else 0)
+    return dhidden, dweight, dbias
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, softcap, backend = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.options = softcap, backend
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> Any:
+    none = (None,) * 8
+    if dlogprob is None and dentropy is None:
+        return none
+    *tensors, logprob, entropy, sqnorm, lse = ctx.saved_tensors
+    statistics = torch.stack([logprob, entropy, sqnorm, lse])
+    need = list(ctx.needs_input_grad[:3])
+    made = _grad(*tensors, statistics, dlogprob, dentropy, *ctx.options, need)
+    return *(g if n else None for g, n in zip(made, need)), *none[3:]
+
+
+_linear_token_logprobs.register_autograd(_backward, setup_context=_setup)
+
+
+def check_linear_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError or TypeError naming the argument."""
+    checks.matrix("hidden", hidden)
+    checks.matrix("weight", weight, hidden.shape[1])
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.dtype != hidden.dtype:
+            raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}; got {x.dtype}")
+        if x is not None and x.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device}; it is on {x.device}")
+    if bias is not None:
+        checks.per_row("bias", bias, weight.shape[0], hidden.device)
 
 
 def linear_token_logprobs(
@@ -96,20 +135,19 @@ def linear_token_logprobs(
 
     hidden (T, H), weight (V, H), bias (V,): bf16, fp16 or fp32, differentiable. targets (T,) int. softcap:
     softcap * tanh(x / softcap), before the temperature. temperature: scalar or (T,). mask (T,) bool: other rows take
-    part in no product, give 0 and get a zero gradient. Raises ValueError or TypeError naming the argument.
+    part in no product, give 0 and get a zero gradient. backend: as in `token_logprobs`.
+    Raises ValueError or TypeError naming the argument.
     """
-    checks.matrix("hidden", hidden)
-    checks.matrix("weight", weight, hidden.shape[1])
-    if weight.dtype != hidden.dtype:
-        raise TypeError(f"weight must have the dtype of hidden, {hidden.dtype}; got {weight.dtype}")
+    check_linear_inputs(hidden, weight, bias)
     rows, device = hidden.shape[0], hidden.device
-    if bias is not None:
-        checks.per_row("bias", bias, weight.shape[0], device)
     checks.mask_rows(mask, rows, device)
     checks.labels(targets, mask, rows, weight.shape[0], device)
     row_t = checks.row_temperature(temperature, rows, device)
     cap = checks.softcap_value(softcap)
-    return TokenStats(*_LinearTokenLogprobs.apply(hidden, weight, bias, targets, row_t, mask, cap))
+    logprob, entropy, sqnorm, lse = _linear_token_logprobs(
+        hidden, weight, bias, targets, row_t, mask, cap, resolve(backend, device)
+    )
+    return TokenStats(logprob, entropy, sqnorm.detach(), lse.detach())
 
 
 def naive_linear_token_logprobs(

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .gemm import linear_logits, operand, row_chunks
+from .backend import resolve
+from .chunks import dlogits, row_chunks
+from .chunks import stats as row_stats
+from .gemm import add_weight_gradient, gradient_dtype, hidden_gradient, linear_logits
+from .linear_logprobs import check_linear_inputs, fake_gradients
 from .logprobs import naive_token_logprobs
 from .norms import segment_sum
 from .policy import assemble, check_policy_inputs, naive_policy_loss, row_terms, row_weights, sequence_log_ratio
-from .rows import row_grad, row_stats
 from .spec import Denominators, LossSpec, PolicyLoss, pack, unpack
 
 
@@ -34,87 +37,66 @@ def _linear_policy(
     softcap: float,
     choices: str,
     numbers: list[float],
-    grad_hidden: bool,
-    grad_weight: bool,
-    grad_bias: bool,
+    backend: str,
+    need: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> logprob, entropy, squared norm of the row of dloss/dlogits, each (T,) fp32; d hidden, d weight, d bias
-    (empty where not asked for)."""
+    (empty where not needed)."""
     spec = unpack(choices, numbers)
-    rows, vocabulary = hidden.shape[0], weight.shape[0]
-    kept = mask.nonzero()[:, 0]
-    w = operand(weight)
-    b = None if bias is None else operand(bias)
-    stats = hidden.new_zeros((3, rows), dtype=torch.float32)  # logprob, entropy, grad_sqnorm
-    dhidden = torch.zeros_like(hidden) if grad_hidden else hidden.new_empty(0)
-    dweight = w.new_zeros(weight.shape) if grad_weight else w.new_empty(0)
-    dbias = w.new_zeros(vocabulary) if grad_bias else w.new_empty(0)
-    chunks = row_chunks(kept, vocabulary)
-
-    def logits_of(r: Tensor) -> tuple[Tensor, Tensor]:
-        h = operand(hidden.index_select(0, r))
-        return h, linear_logits(h, w, b, softcap)
+    stats = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
+    grad_sqnorm = torch.zeros_like(stats[0])
+    dhidden = torch.zeros_like(hidden) if need[0] else hidden.new_empty(0)
+    dweight = torch.zeros_like(weight, dtype=torch.float32) if need[1] else weight.new_empty(0)
+    dbias = weight.new_zeros(len(weight) if need[2] else 0, dtype=torch.float32)
+    chunks = row_chunks(len(hidden), mask, len(weight), hidden.device)
 
     sequence_ratio = None
-    if spec.kind == "gspo" and old_logprob is not None:  # the sequence ratio needs every row first
+    if spec.kind == "gspo" and old_logprob is not None:  # the ratio of a sequence needs all of its rows first
         for r in chunks:
-            stats[0, r] = row_stats(logits_of(r)[1], targets[r].long(), 1 / temperature[r])[0]
+            z = linear_logits(hidden[r], weight, bias, softcap)
+            stats[:, r] = row_stats(backend, z, targets[r], 1 / temperature[r])
         own = segment_sum(mask, cu_seqlens)
         sequence_ratio = sequence_log_ratio(stats[0] - old_logprob.float(), mask, own, trajectory, cu_seqlens)
 
     for r in chunks:
-        h, z = logits_of(r)
-        target, inverse, weights = targets[r].long(), 1 / temperature[r], row_weight[r]
-        logprob, entropy, sqnorm, lse = row_stats(z, target, inverse)
-        stats[0, r], stats[1, r] = logprob, entropy
-        old = logprob if old_logprob is None else old_logprob[r].float()
-        log_ratio = logprob - old if sequence_ratio is None else sequence_ratio[r]
+        h, target, inverse = hidden[r], targets[r], 1 / temperature[r]
+        z = linear_logits(h, weight, bias, softcap)
+        st = row_stats(backend, z, target, inverse)
+        stats[:, r] = st
+        old = st[0] if old_logprob is None else old_logprob[r].float()
+        log_ratio = st[0] - old if sequence_ratio is None else sequence_ratio[r]
         log_importance = None if behavior_logprob is None else old - behavior_logprob[r].float()
         ref = None if ref_logprob is None else ref_logprob[r].float()
-        terms = row_terms(spec, logprob, log_ratio, advantages[r].float(), log_importance, ref)
-        coefficient = weights * terms.coefficient
-        if not (grad_hidden or grad_weight or grad_bias) and not spec.entropy_coef:
-            scale = coefficient * inverse
-            stats[2, r] = torch.where(scale == 0, 0.0, scale.square() * sqnorm)
+        terms = row_terms(spec, st[0], log_ratio, advantages[r].float(), log_importance, ref)
+        c = row_weight[r] * terms.coefficient
+        e = -spec.entropy_coef * row_weight[r] if spec.entropy_coef else None
+        if e is None and not any(need):
+            scale = c * inverse
+            grad_sqnorm[r] = torch.where(scale == 0, 0.0, scale.square() * st[2])
             continue
-        live = (coefficient != 0).nonzero()[:, 0] if not spec.entropy_coef else torch.arange(len(r), device=r.device)
-        if len(live) == 0:
-            continue
-        if len(live) < len(r):
-            h, z, r = h[live], z[live], r[live]
-        entropy_coefficient = -spec.entropy_coef * weights[live] if spec.entropy_coef else None
-        dz, grad_sqnorm = row_grad(
-            z,
-            target[live],
-            inverse[live],
-            logprob[live],
-            entropy[live],
-            lse[live],
-            coefficient[live],
-            entropy_coefficient,
-            softcap,
-        )
-        stats[2, r] = grad_sqnorm
-        if grad_hidden:
-            dhidden[r] = torch.mm(dz, w).to(dhidden.dtype)
-        if grad_weight:
-            dweight.addmm_(dz.t(), h)
-        if grad_bias:
-            dbias += dz.sum(dim=0)
-    dweight = dweight.to(weight.dtype)
-    if bias is not None:
-        dbias = dbias.to(bias.dtype)
-    return stats[0].clone(), stats[1].clone(), stats[2].clone(), dhidden, dweight, dbias
+        where: Tensor | slice = r
+        if e is None:  # rows without a gradient leave the products; a row of NaN stays
+            live = (c != 0).nonzero()[:, 0]
+            if len(live) == 0:
+                continue
+            if len(live) < len(c):
+                where = live + r.start if isinstance(r, slice) else r[live]
+                h, z, target, inverse, st, c = h[live], z[live], target[live], inverse[live], st[:, live], c[live]
+        dz, grad_sqnorm[where] = dlogits(backend, z, target, inverse, st, c, e, softcap, gradient_dtype(hidden))
+        if need[0]:
+            dhidden[where] = hidden_gradient(dz, weight).to(dhidden.dtype)
+        if need[1]:
+            add_weight_gradient(dweight, dz, h)
+        if need[2]:
+            dbias += dz.sum(dim=0, dtype=torch.float32)
+    dbias = dbias if bias is None else dbias.to(bias.dtype)
+    return stats[0].clone(), stats[1].clone(), grad_sqnorm, dhidden, dweight.to(weight.dtype), dbias
 
 
 @_linear_policy.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Any:
-    grad_hidden, grad_weight, grad_bias = args[-3:]
-    per_row = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-    dhidden = torch.empty_like(hidden) if grad_hidden else hidden.new_empty(0)
-    dweight = weight.new_empty(weight.shape) if grad_weight else weight.new_empty(0)
-    dbias = weight.new_empty(0, dtype=torch.float32) if bias is None else bias.new_empty(len(bias) if grad_bias else 0)
-    return per_row, torch.empty_like(per_row), torch.empty_like(per_row), dhidden, dweight, dbias
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    per_row = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3)]
+    return *per_row, *fake_gradients(hidden, weight, bias, rest[-1])
 
 
 class _Attach(torch.autograd.Function):
@@ -165,13 +147,8 @@ def linear_policy_loss(
 
     Raises ValueError or TypeError naming the argument.
     """
-    checks.matrix("hidden", hidden)
-    checks.matrix("weight", weight, hidden.shape[1])
+    check_linear_inputs(hidden, weight, bias)
     rows, device = hidden.shape[0], hidden.device
-    if weight.dtype != hidden.dtype:
-        raise TypeError(f"weight must have the dtype of hidden, {hidden.dtype}; got {weight.dtype}")
-    if bias is not None:
-        checks.per_row("bias", bias, weight.shape[0], device)
     check_policy_inputs(
         spec,
         rows,
@@ -205,9 +182,8 @@ def linear_policy_loss(
         None if ref_logprob is None else ref_logprob.detach(),
         checks.softcap_value(softcap),
         *pack(spec),
-        graph and hidden.requires_grad,
-        graph and weight.requires_grad,
-        graph and bias is not None and bias.requires_grad,
+        resolve(backend, device),
+        [graph and x is not None and x.requires_grad for x in (hidden, weight, bias)],
     )
     result = assemble(
         spec,

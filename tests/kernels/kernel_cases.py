@@ -6,6 +6,8 @@ import torch
 from fastir_kernels import LossSpec
 from torch import Tensor
 
+BACKENDS = ("torch", "triton")
+
 # Lengths 1 and 9: a sequence mean is where 1/len mistakes show. 0: an empty trajectory.
 LENGTHS = (1, 9, 0, 5, 7)
 
