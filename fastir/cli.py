@@ -132,6 +132,8 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     _check_run_dir(config, options.resume)
     _need_torch()
+    if _main_rank() and config.observe.progress != "off":
+        print(f"{config.run.name}: loading; the run's files go to {config.run_dir}", flush=True)
     from fastir.training.trainer import train
 
     summary = train(config, resume=options.resume)

@@ -76,10 +76,11 @@ def _summary(trajectory: Trajectory, void_filter: str | None) -> Text:
     text.append("reward ").append(reward, "bold green" if trajectory.reward else "bold red")
     text.append(f" · finish {trajectory.finish_reason} · answer {_quote(trajectory.answer)}")
     text.append(f" · gold {_quote(trajectory.gold)}")
-    if trajectory.grade_status and trajectory.grade_status != "ok":
+    if trajectory.grade_status not in ("", "ok", "no_answer"):
         text.append(" · grader ").append(clean(trajectory.grade_status), "bold red")
     text.append(f"\nproblem {clean(trajectory.problem_id)} · group {trajectory.group} sibling {trajectory.sibling}")
-    text.append(f" · weights v{trajectory.weight_version} · {len(trajectory.turns)} turns")
+    turns = len(trajectory.turns)
+    text.append(f" · weights v{trajectory.weight_version} · {turns} turn{'' if turns == 1 else 's'}")
     text.append(f" · {trajectory.policy_tokens} policy tokens of {len(trajectory.token_ids)}")
     if trajectory.policy_tokens:
         text.append(f" · log-prob {_logprobs(trajectory.behavior_logprobs[trajectory.policy_mask])}")
