@@ -22,13 +22,15 @@ criterion on token ids ends a turn at the closing fence, as fastir's stop string
 EOS token, which TRL would take for a sampled one; it is taken off again.) The chat template is applied at run time;
 the package is not touched.
 
-Where the sides still differ, always in TRL's favour unless said otherwise:
+Where the work still differs, in TRL's favour:
     - TRL's tool is `exec` in the trainer's process; fastir runs each block in an isolated process of its sandbox.
-    - TRL's reward compares strings; fastir grades with math-verify in worker processes.
+    - TRL's reward compares strings; fastir grades equivalent forms, in worker processes where strings do not settle it.
     - TRL logs nothing; fastir writes metrics, TensorBoard events and every rollout, and computes its statistics.
     - TRL runs no tool after the last turn; fastir does, since code may give the answer.
-    - Sampling uses different random numbers, so the sides sample different numbers of tokens, and as training goes on
-      the models part: hence also the seconds per sampled token.
+
+And in nobody's: sampling uses other random numbers, so the sides sample different numbers of tokens, and as training
+goes on the models part. Hence also the seconds per sampled token. TRL runs with its defaults for what is its own affair
+(padded batches, contexts read again each turn), with gradient checkpointing off.
 """
 
 from __future__ import annotations
@@ -220,12 +222,12 @@ def run_trl(steps: int, seed: int) -> list[dict[str, float]]:
     import torch
     import transformers
     from datasets import Dataset
-    from fastir.data import ProblemStream
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.models.llama.modeling_llama import LlamaModel
     from trl import GRPOConfig, GRPOTrainer
 
     from fastir.config import load_config
+    from fastir.data import ProblemStream
     from fastir.tiny.problems import tiny_problems
     from fastir.tir.grammar import parse_turn
 
