@@ -92,13 +92,15 @@ def memory_plan(shape: ModelShape, config: Config, ranks: int = 1) -> dict[str, 
     - engine KV cache: ``2 · layers · kv_heads · head_dim · b`` for each token of the rollouts of the rank, plus those
       of the batch being decoded
     """
-    from fastir_kernels.gemm import chunk_rows
+    from fastir_kernels.chunks import chunk_rows
+
+    from fastir.training.model import resolve_device
 
     width = 4 if config.model.dtype == "float32" else 2
     tokens = token_plan(config, ranks)
     rollouts = math.ceil(tokens.rollouts / ranks)
     context = PROMPT_TOKENS + tokens.response_tokens
-    rows = min(config.training.token_budget, chunk_rows(shape.vocabulary))
+    rows = min(config.training.token_budget, chunk_rows(shape.vocabulary, resolve_device(config.model.device)))
     kv_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * width
     return {
         "weights": 4 * shape.parameters // ranks,
