@@ -6,7 +6,6 @@ unless it is installed. Version ranges are read from the packages' own metadata,
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import shutil
@@ -179,11 +178,11 @@ def _triton() -> Finding:
 def _kernels() -> Finding:
     if installed("torch") is None:
         return Finding("missing", "kernels", "fastir_kernels needs torch", SETUP)
-    importlib.import_module("fastir_kernels")
     import torch
+    from fastir_kernels.backend import resolve
 
-    place = "the GPU" if torch.cuda.is_available() else "the CPU"
-    return Finding("ok", "kernels", f"fastir_kernels, chunked torch on {place}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Finding("ok", "kernels", f"fastir_kernels, backend {resolve(None, device)} on {device}")
 
 
 def _tiny_model() -> Finding:
