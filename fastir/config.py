@@ -87,6 +87,7 @@ class RolloutConfig(Section):
     group_size: Positive = Field(8, description="Sibling rollouts per problem.")
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature; log-probs are of logits / temperature.")
     batch_size: Positive = Field(128, description="Rollouts that the engine decodes at once.")
+    share_executions: bool = Field(True, description="Identical code in the same turn of a batch runs once: executions are seeded alike, so only code that reads the clock could tell.")
     dynamic_sampling: bool = Field(False, description="Replace groups whose rewards are all equal by new problems (DAPO).")
     max_resample_rounds: Positive = Field(4, description="With dynamic_sampling, how often to draw replacements before the step goes on with what it has.")
     max_failed_share: Share = Field(0.2, description="The run stops when the tool or grader failed (not the model) for more than this share of a step's rollouts.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,6 +103,7 @@ async def rollout(
     seed: tuple[int, ...],
     groups: Sequence[int] | None = None,
     render: FeedbackRenderer = plain_feedback,
+    share_executions: bool = True,
     times: RolloutTimes | None = None,
 ) -> list[Trajectory]:
     """Roll out ``group_size`` siblings of each problem.
@@ -112,6 +113,7 @@ async def rollout(
         seed: address of this batch's randomness; group, sibling and turn are appended.
         groups: (problems,) number of each problem's group; by default its position.
         render: turns an execution into the text shown to the policy.
+        share_executions: identical code in the same turn of the batch runs once.
 
     Returns:
         Ungraded trajectories, siblings together, in the order of ``problems``. A rollout whose tool failed for
@@ -132,15 +134,28 @@ async def rollout(
             ]
             samples = engine.generate(requests, temperature=temperature)
             generated = time.perf_counter()
+            run = _shared(sandbox) if share_executions else sandbox.run
             await asyncio.gather(
                 *(
-                    _advance(r, sample, sandbox, turn_format, tir, decode, render)
+                    _advance(r, sample, run, turn_format, tir, decode, render)
                     for r, sample in zip(active, samples, strict=True)
                 )
             )
             times.generate += generated - began
             times.tool += time.perf_counter() - generated
     return [r.close(engine.weight_version) for r in opened]
+
+
+def _shared(sandbox: Sandbox) -> Callable[[str], Awaitable[ExecResult]]:
+    """``sandbox.run``, except that code seen before waits for the first one's result."""
+    running: dict[str, asyncio.Future[ExecResult]] = {}
+
+    def run(code: str) -> Awaitable[ExecResult]:
+        if code not in running:
+            running[code] = asyncio.ensure_future(sandbox.run(code))
+        return running[code]
+
+    return run
 
 
 def _turn_budget(r: _Open, tir: TirConfig) -> int:
@@ -150,7 +165,7 @@ def _turn_budget(r: _Open, tir: TirConfig) -> int:
 async def _advance(
     r: _Open,
     sample: Sample,
-    sandbox: Sandbox,
+    run: Callable[[str], Awaitable[ExecResult]],
     turn_format: TurnFormat,
     tir: TirConfig,
     decode: Callable[[Sequence[int]], str],
@@ -165,9 +180,9 @@ async def _advance(
     answer, shown, result = parsed.answer, "", None
     if parsed.code is not None:
         try:
-            result = await sandbox.run(parsed.code)
-        except SandboxError:
-            r.finish = "failed"
+            result = await run(parsed.code)
+        except SandboxError as error:
+            r.finish, shown = "failed", f"(the tool failed: {error})"  # for the log; the policy never sees it
         else:
             if result.answer is not None:  # the block ends the turn, so it spoke last
                 answer = result.answer

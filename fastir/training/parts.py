@@ -80,6 +80,7 @@ class Parts:
             seed=seed,
             groups=groups,
             render=self.render,
+            share_executions=self.config.rollout.share_executions,
             times=times,
         )
         self.engine.forget()
@@ -146,7 +147,9 @@ def _problems(config: Config) -> tuple[list[Problem], list[Problem] | None]:
     def load(source: str, split: Any, count: int) -> list[Problem]:
         if source == "tiny":
             return tiny_problems(split, count, seed=0)
-        problems, _ = load_problems(source, on_bad_row=config.data.on_bad_row)
+        problems, skipped = load_problems(source, on_bad_row=config.data.on_bad_row)
+        if skipped:
+            print(f"{source}: {len(skipped)} malformed rows skipped, {len(problems)} problems kept; first: {skipped[0]}")
         return problems
 
     heldout = None if config.data.heldout is None else load(config.data.heldout, "heldout", _TINY_HELDOUT)

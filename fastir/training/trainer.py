@@ -192,8 +192,9 @@ async def _train(config: Config, resume: bool, render: FeedbackRenderer) -> dict
                         after = await _evaluate(config, parts)
             summary = _summary(config, counters, _evaluation_metrics(after) if after else {})
             if writer:
-                writer.log(config.run.steps, _evaluation_metrics(after) if after else {})
-                writer.log_trajectories(config.run.steps, after, split="heldout")
+                if after:
+                    writer.log(config.run.steps, _evaluation_metrics(after))
+                    writer.log_trajectories(config.run.steps, after, split="heldout")
                 (config.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
             return summary
         except RunStopped:

@@ -1,12 +1,14 @@
 """The multi-turn loop with the real sandbox, and an engine that says what a test wants it to say."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
-from fastir.data import Problem
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fastir.config import DataConfig, TirConfig
+from fastir.data import Problem
 from fastir.rollout.engine import Sample
 from fastir.rollout.loop import rollout
 from fastir.rollout.prompt import TurnFormat
@@ -56,7 +58,7 @@ CHATML = (
 )
 
 
-async def run(tokenizer, turns, *, data=None, sandbox=None, **tir):
+async def run(tokenizer, turns, *, data=None, sandbox=None, share=True, **tir):
     tir = TirConfig(**{"turn_tokens": 400, "response_tokens": 4000, "feedback_tokens": 60, "max_turns": 3, **tir})
     engine = Script(tokenizer, turns)
     async with Sandbox(SandboxConfig()) as real:
@@ -70,6 +72,7 @@ async def run(tokenizer, turns, *, data=None, sandbox=None, **tir):
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
             temperature=1.0,
             seed=(0, 0, 0),
+            share_executions=share,
         )
     return trajectories, engine
 
@@ -173,3 +176,20 @@ async def test_a_failing_sandbox_costs_that_rollout_only(bytes_tokenizer):
         )
     assert [t.finish_reason for t in trajectories] == ["failed", "answer"]
     assert not trajectories[0].has_void
+
+
+@pytest.mark.parametrize("share", [True, False])
+async def test_identical_code_in_a_turn_runs_once(bytes_tokenizer, share):
+    class Counting:
+        seen: ClassVar[list[str]] = []
+
+        async def run(self, code):
+            self.seen.append(code)
+            return await real.run(code)
+
+    Counting.seen.clear()
+    turns = [[CODE.format("print(1)"), "\\boxed{1}"], [CODE.format("print(1)"), CODE.format("print(1)"), "\\boxed{1}"]]
+    async with Sandbox(SandboxConfig()) as real:
+        trajectories, _ = await run(bytes_tokenizer, turns, sandbox=Counting(), share=share)
+    assert Counting.seen == ["print(1)"] * (2 if share else 3)
+    assert {t.turns[0].feedback for t in trajectories} == {"\nCode execution result: 1\n"}

@@ -58,14 +58,14 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert on_disk == summary
     names = ("accuracy_before", "accuracy_after", "void_rate_before", "void_rate_after", "train_seconds", "steps")
     assert all(isinstance(summary[n], float | int) for n in names)
-    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "train/loss" in row]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    for row in rows:
-        assert row["train/logprob_gap_mean"] < 1e-4
-        assert row["rollout/count"] == 16
+    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert [(row["step"], row["rollout/count"]) for row in rows] == [(0, 16), (1, 16), (2, 16)]
+    gaps = [row["train/logprob_gap_mean"] for row in rows if row["train/updates"]]
+    assert gaps
+    assert max(gaps) < 1e-4
     trajectories = read_trajectories(config.run_dir / "trajectories.jsonl")
     assert len(trajectories) == 3 * 16 + 2 * 8
-    assert {t.weight_version for t in trajectories} == {0, 1, 2, 3}
+    assert max(t.weight_version for t in trajectories) == summary["updates"]
     checkpoint = config.run_dir / "checkpoints" / "step-3" / "model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     assert tokenizer.decode(model.generate(**tokenizer("Q: ", return_tensors="pt"), max_new_tokens=2)[0])
@@ -173,14 +173,17 @@ def test_recomputed_old_logprobs_give_the_same_first_loss(tmp_path):
 
 def test_dynamic_sampling_replaces_groups_without_gradient(tmp_path):
     overrides = ("rollout.dynamic_sampling=true", "data.heldout=none", "rollout.max_resample_rounds=3")
-    config = small(tmp_path, *overrides, steps=2)
+    config = small(tmp_path, *overrides, "rollout.group_size=2", steps=2)
     train(config)
     rows = read_metrics(config.run_dir / "metrics.jsonl")
-    plain = small(tmp_path, "data.heldout=none", steps=1, name="plain")
-    train(plain)
-    assert rows[0]["rollout/count"] > read_metrics(plain.run_dir / "metrics.jsonl")[0]["rollout/count"]
+    assert rows[0]["rollout/count"] > 8  # most pairs agree, so more than the four first problems were needed
+    trajectories = read_trajectories(config.run_dir / "trajectories.jsonl")
+    groups = {}
+    for t in trajectories[: int(rows[0]["rollout/count"])]:
+        groups.setdefault(t.group, []).append(t)
+    assert len({group[0].problem_id for group in groups.values()}) == len(groups)  # replaced, not repeated
     counters = json.loads((config.run_dir / "checkpoints" / "step-2" / "trainer.json").read_text())
-    assert counters["position"] == sum(row["rollout/count"] for row in rows) / 4  # every problem drawn once
+    assert counters["position"] == sum(row["rollout/count"] for row in rows) / 2  # every problem drawn once
 
 
 def test_stale_engine_weights_stop_the_run(tmp_path, monkeypatch):
