@@ -75,8 +75,8 @@ def offsets(cu_seqlens: Tensor, rows: int, device: torch.device) -> None:
     _require(fine, f"cu_seqlens must rise from 0 to the number of rows ({rows})")
 
 
-def labels(targets: Tensor, mask: Tensor | None, rows: int, vocabulary: int, device: torch.device) -> None:
-    """targets: int64 or int32 (rows,), in [0, vocabulary) where the mask holds."""
+def labels(targets: Tensor, mask: Tensor | None, rows: int, vocabulary: int | None, device: torch.device) -> None:
+    """targets: int64 or int32 (rows,), in [0, vocabulary) where the mask holds; vocabulary None: of unknown size."""
     _plain("targets", targets)
     if targets.shape != (rows,):
         raise ValueError(f"targets must have shape ({rows},); got {tuple(targets.shape)}")
@@ -84,10 +84,12 @@ def labels(targets: Tensor, mask: Tensor | None, rows: int, vocabulary: int, dev
         raise TypeError(f"targets must be int32 or int64; got {targets.dtype}")
     if targets.device != device:
         raise ValueError(f"targets must be on {device}; it is on {targets.device}")
-    fine = (targets >= 0) & (targets < vocabulary)
+    fine = targets >= 0
+    if vocabulary is not None:
+        fine = fine & (targets < vocabulary)
     if mask is not None:
         fine = fine | ~mask
-    _require(fine.all(), f"targets must lie in [0, {vocabulary}) on rows that count")
+    _require(fine.all(), f"targets must lie in [0, {vocabulary or 'V'}) on rows that count")
 
 
 def row_temperature(temperature: float | Tensor, rows: int, device: torch.device) -> Tensor:

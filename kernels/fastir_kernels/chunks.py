@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import rows
+from .gemm import CPU_PRODUCT_ROWS
 
 CPU_CHUNK_BYTES = 64 << 20  # of fp32 logits
 CUDA_CHUNK_ROWS = 4096  # keeps the read and write of the weight gradient per chunk well below its product
@@ -15,7 +16,7 @@ def chunk_rows(vocabulary: int, device: torch.device) -> int:
     """Rows of logits held at a time: a function of the vocabulary and the kind of device alone."""
     if device.type == "cuda":
         return CUDA_CHUNK_ROWS
-    return max(16, CPU_CHUNK_BYTES // (4 * vocabulary) // 16 * 16)
+    return max(1, CPU_CHUNK_BYTES // (4 * vocabulary) // CPU_PRODUCT_ROWS) * CPU_PRODUCT_ROWS
 
 
 def row_chunks(rows: int, mask: Tensor | None, vocabulary: int, device: torch.device) -> list[Tensor | slice]:

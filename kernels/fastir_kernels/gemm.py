@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+CPU_PRODUCT_ROWS = 128
+CUDA_PRODUCT_ROWS = 1024
 BLOCK_COLUMNS = 4096  # of the vocabulary, widened to fp32 at a time
 
 
@@ -27,14 +29,33 @@ def _blocks(weight: Tensor) -> list[tuple[int, int]]:
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-    """softcap * tanh((hidden weight^T + bias) / softcap) as (R, V) fp32; softcap 0 means none."""
-    if hidden.device.type == "cuda" and hidden.dtype != torch.float32:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
-        wide = hidden.float()
-        for a, b in _blocks(weight):
-            torch.mm(wide, weight[a:b].float().t(), out=logits[:, a:b])
+    """softcap * tanh((hidden weight^T + bias) / softcap) as (R, V) fp32; softcap 0 means none.
+
+    Every product has the same number of rows, the last one padded, since a library may sum in another order for another
+    number: a row's logits have the same bits in any batch, for one library, device and number of threads.
+    """
+    on_gpu = hidden.device.type == "cuda"
+    narrow = on_gpu and hidden.dtype != torch.float32
+    rows, step = len(hidden), CUDA_PRODUCT_ROWS if on_gpu else CPU_PRODUCT_ROWS
+    tail = rows % step
+    full = hidden if narrow else hidden.float()
+    padded = torch.nn.functional.pad(full[rows - tail :], (0, 0, 0, step - tail)) if tail else None
+    logits = hidden.new_empty((rows, len(weight)), dtype=torch.float32)
+
+    def product(x: Tensor, w: Tensor, out: Tensor) -> None:
+        if narrow:
+            torch.mm(x, w.t(), out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(x, w.t(), out=out)
+
+    for a, b in _blocks(weight):
+        w = weight[a:b] if narrow else weight[a:b].float()
+        for r in range(0, rows - tail, step):
+            product(full[r : r + step], w, logits[r : r + step, a:b])
+        if padded is not None:
+            spare = logits.new_empty((step, b - a))
+            product(padded, w, spare)
+            logits[rows - tail :, a:b] = spare[:tail]
     if bias is not None:
         logits += bias
     if softcap:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from . import checks
 from .backend import resolve
@@ -13,6 +14,7 @@ from .chunks import dlogits, row_chunks, stats
 from .gemm import add_weight_gradient, gradient_dtype, hidden_gradient, linear_logits
 from .logprobs import naive_token_logprobs
 from .spec import TokenStats
+from .vocab_parallel import VocabParallel
 
 
 @torch.library.custom_op("fastir_kernels::linear_token_logprobs", mutates_args=())
@@ -129,6 +131,8 @@ def linear_token_logprobs(
     softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    tp_group: ProcessGroup | None = None,
+    vocab_start: int = 0,
     backend: str | None = None,
 ) -> TokenStats:
     """`token_logprobs` of logits = softcap(hidden weight^T + bias); forward 2THV, backward 6THV (logits recomputed).
@@ -136,17 +140,25 @@ def linear_token_logprobs(
     hidden (T, H), weight (V, H), bias (V,): bf16, fp16 or fp32, differentiable. targets (T,) int. softcap:
     softcap * tanh(x / softcap), before the temperature. temperature: scalar or (T,). mask (T,) bool: other rows take
     part in no product, give 0 and get a zero gradient. backend: as in `token_logprobs`.
+
+    tp_group: weight and bias are this rank's rows, vocab_start and on, of a vocabulary cut over the group in contiguous
+    shards of any size; hidden, targets, temperature and mask are the same on every rank. One all-gather of row
+    statistics makes the result whole everywhere. The hidden gradient is summed over the group; upstream gradients must
+    agree. Runs eagerly.
+
     Raises ValueError or TypeError naming the argument.
     """
     check_linear_inputs(hidden, weight, bias)
     rows, device = hidden.shape[0], hidden.device
     checks.mask_rows(mask, rows, device)
-    checks.labels(targets, mask, rows, weight.shape[0], device)
+    checks.labels(targets, mask, rows, weight.shape[0] if tp_group is None else None, device)
     row_t = checks.row_temperature(temperature, rows, device)
     cap = checks.softcap_value(softcap)
-    logprob, entropy, sqnorm, lse = _linear_token_logprobs(
-        hidden, weight, bias, targets, row_t, mask, cap, resolve(backend, device)
-    )
+    args = (hidden, weight, bias, targets, row_t, mask, cap, resolve(backend, device))
+    if tp_group is None:
+        logprob, entropy, sqnorm, lse = _linear_token_logprobs(*args)
+    else:
+        logprob, entropy, sqnorm, lse = VocabParallel.apply(*args, tp_group, vocab_start)
     return TokenStats(logprob, entropy, sqnorm.detach(), lse.detach())
 
 

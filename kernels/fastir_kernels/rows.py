@@ -28,9 +28,11 @@ COMPILE_COLUMNS = 4096
 def row_stats(logits: Tensor, target: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logits (R, V), target (R,) int64, inverse_temperature (R,) -> logprob, entropy, ||pi - e_a||^2, lse, each (R,).
 
-    A -inf logit is a column outside the vocabulary. NaN stays in its own row.
+    A -inf logit is a column outside the vocabulary. NaN stays in its own row. A negative target is a column in another
+    shard: its logprob is -inf, and the norm 1 + sum pi^2.
     """
-    s_a = logits.gather(1, target[:, None])[:, 0].float() * inverse_temperature
+    s_a = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float() * inverse_temperature
+    s_a = torch.where(target < 0, -torch.inf, s_a)
     is_target = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) == target.int()[:, None]
     s = logits.float() * inverse_temperature[:, None]
     m = s.amax(dim=1)

@@ -96,7 +96,8 @@ def stats_kernel(  # type: ignore[no-untyped-def]
         first = tl.fma(e, d, first)
 
     shifted = tl.where(m == -float("inf"), 0.0, m * scale)
-    d_a = tl.fma(tl.load(logits_ptr + target).to(tl.float32), scale, -shifted)
+    z_a = tl.load(logits_ptr + target, mask=target >= 0, other=-float("inf")).to(tl.float32)
+    d_a = tl.fma(z_a, scale, -shifted)
     e_a = tl.exp2(d_a)
     s1 = tl.sum(r1, axis=0)
     s2 = tl.sum(r2, axis=0)
@@ -185,7 +186,7 @@ def launch_shape(columns: int) -> tuple[int, int]:
 
 def stats(logits: Tensor, target: Tensor, inverse_temperature: Tensor, mask: Tensor | None) -> Tensor:
     """logits (T, V), target (T,) int64, inverse_temperature (T,), mask (T,) bool -> (4, T) fp32: logprob, entropy,
-    ||pi - e_target||^2, lse; 0 on masked rows, which are not read."""
+    ||pi - e_target||^2, lse; 0 on masked rows, which are not read. Negative targets as in `rows.row_stats`."""
     rows, columns = logits.shape
     out = torch.empty((4, rows), dtype=torch.float32, device=logits.device)
     if rows == 0:

@@ -9,7 +9,7 @@ import torch
 from fastir_kernels import Denominators, LossSpec, chunks, linear_policy_loss
 from fastir_kernels.linear_policy import naive_linear_policy_loss
 from fastir_kernels.logprobs import naive_token_logprobs
-from kernel_cases import LENGTHS, SPECS, bounds, policy_inputs, relative
+from kernel_cases import BACKENDS, LENGTHS, SPECS, bounds, policy_inputs, relative
 
 T, H, V = sum(LENGTHS), 16, 131
 CUT = Denominators(tokens=40, sequences=6, max_length=16)
@@ -51,11 +51,12 @@ def ours(p: dict[str, Any], spec: LossSpec, **more: Any) -> tuple[Any, dict[str,
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_loss_and_gradients_match_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loss_and_gradients_match_float64(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "chunk_rows", lambda *_: 5)  # several chunks, the last one short
     p = problem(bias=True)
     want, grads = truth(p, SPECS[name], denominators=CUT, softcap=4.0)
-    got, made = ours(p, SPECS[name], denominators=CUT, softcap=4.0)
+    got, made = ours(p, SPECS[name], denominators=CUT, softcap=4.0, backend=backend)
     assert got.loss.item() == pytest.approx(want.item(), rel=3e-6)
     for k in grads:
         assert relative(made[k], grads[k]) < 1e-5, k
@@ -63,14 +64,15 @@ def test_loss_and_gradients_match_float64(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["grpo", "entropy", "all"])
-def test_grad_norms_are_the_norms_of_the_logit_gradient(name: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grad_norms_are_the_norms_of_the_logit_gradient(name: str, backend: str) -> None:
     p = problem()
     spec = SPECS[name]
     q = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in p.items()}
     logits = (q["hidden"] @ q["weight"].t()).requires_grad_()
     eye = torch.eye(V, dtype=torch.float64)
     naive_linear_policy_loss(**{**q, "hidden": logits, "weight": eye}, spec=spec, denominators=CUT).backward()
-    result, _ = ours(p, spec, denominators=CUT)
+    result, _ = ours(p, spec, denominators=CUT, backend=backend)
     rows = logits.grad.square().sum(1)
     assert relative(result.per_token["grad_sqnorm"], rows) < 1e-5
     want = torch.stack([x.sum().sqrt() for x in rows.split(LENGTHS)])
