@@ -271,7 +271,8 @@ class Sandbox:
         self.config = config or SandboxConfig()
         self.stats = SandboxStats()
         self.isolation = ""
-        self.workers = self.config.workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = self.config.workers or cores
         self._zygote: _Zygote | None = None
         self._isolate = True
         self._closed = True
@@ -337,9 +338,12 @@ class Sandbox:
         """
         async with self._slots:
             for _ in range(_ATTEMPTS):
-                zygote = self._zygote
-                if self._closed or zygote is None:
+                if self._closed:
                     raise SandboxError("the sandbox is not running: use `async with Sandbox() as sandbox`")
+                zygote = self._zygote
+                if zygote is None:  # being replaced, or the last replacement failed
+                    await self._replace_if_dead(None)
+                    continue
                 try:
                     result = await self._attempt(zygote, code)
                 except asyncio.CancelledError:
@@ -353,16 +357,19 @@ class Sandbox:
                 await self._replace_if_dead(zygote)
             raise SandboxError(f"the sandbox's zygote died or hung {_ATTEMPTS} times during one execution")
 
-    async def _replace_if_dead(self, dead: _Zygote) -> None:
+    async def _replace_if_dead(self, dead: _Zygote | None) -> None:
         async with self._restart_lock:
             if self._zygote is not dead or self._closed:  # another task has done it, or close() wins
                 return
-            if await dead.alive():  # only the supervisor was lost
+            if dead is not None and await dead.alive():  # only the supervisor was lost
                 return
             self.stats.zygote_restarts += 1
             self._zygote = None
-            await asyncio.shield(asyncio.to_thread(dead.close))
+            if dead is not None:
+                await asyncio.shield(asyncio.to_thread(dead.close))
             await self._launch(isolate=self._isolate)
+            if self._closed:  # close() came in between and found nothing to close
+                await self.close()
 
     async def _attempt(self, zygote: _Zygote, code: str) -> ExecResult | None:
         """One execution; None if the zygote died or hung, or the supervisor was lost before the code started."""

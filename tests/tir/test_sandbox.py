@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,7 +20,12 @@ from pydantic import ValidationError
 from fastir.tir import sandbox as module
 from fastir.tir.sandbox import ExecResult, Sandbox, SandboxConfig, SandboxError, check_isolation
 
-pytestmark = pytest.mark.skipif(not check_isolation()[0], reason="no user namespaces here")
+# Asked of the kernel, not of the sandbox: a sandbox that does not start must fail here, not skip.
+_NAMESPACES = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--fork", "true"]
+_AVAILABLE = (
+    bool(shutil.which("unshare")) and subprocess.run(_NAMESPACES, capture_output=True, check=False).returncode == 0
+)
+pytestmark = pytest.mark.skipif(not _AVAILABLE, reason="no user namespaces here")
 
 _LIMITS = SandboxConfig(timeout_seconds=3, memory_mb=128, output_bytes=5000, tmp_mb=8, processes=16)
 
@@ -203,6 +211,56 @@ async def test_a_dead_zygote_is_replaced() -> None:
         assert sandbox.stats.zygote_restarts == 2
 
 
+async def test_every_waiting_run_survives_a_restart() -> None:
+    async with Sandbox(SandboxConfig(workers=8, preload=())) as sandbox:
+        runs = [asyncio.create_task(sandbox.run(f"import time; time.sleep(0.1); print({i})")) for i in range(24)]
+        await asyncio.sleep(0.15)
+        for pid in _processes(sandbox):
+            os.kill(pid, signal.SIGKILL)
+        assert [(await run).stdout for run in runs] == [f"{i}\n" for i in range(24)]
+        assert sandbox.stats.zygote_restarts == 1
+
+
+async def test_a_failed_restart_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Sandbox(SandboxConfig(workers=1, preload=())) as sandbox:
+        for pid in _processes(sandbox):
+            os.kill(pid, signal.SIGKILL)
+        with monkeypatch.context() as patch:
+            patch.setattr(module.sys, "executable", "/no/such/python")
+            with pytest.raises(SandboxError, match="cannot start"):
+                await sandbox.run("print(1)")
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+_ORPHAN = """
+import asyncio, os, sys
+sys.path.insert(0, {root!r})
+from fastir.tir.sandbox import Sandbox, SandboxConfig
+async def main():
+    async with Sandbox(SandboxConfig(preload=(), timeout_seconds=60)) as sandbox:
+        asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), 9)
+        await sandbox.run("import os; os.execv('/bin/sleep', ['sleep', '{marker}'])")
+asyncio.run(main())
+"""
+
+
+async def test_everything_ends_when_the_trainer_is_killed() -> None:
+    marker = f"{50 + time.time() % 1:.9f}"
+    script = _ORPHAN.format(root=str(Path(__file__).parents[2]), marker=marker)
+    trainer = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    assert await trainer.wait() == -signal.SIGKILL
+    await _until(
+        lambda: not any(marker.encode() in _command_line(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
+    )
+
+
+def _command_line(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 async def test_a_stopped_zygote_is_no_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FORK_SECONDS", 0.5)
     monkeypatch.setattr(module, "_PING_SECONDS", 0.5)
@@ -259,6 +317,12 @@ async def test_module_level_run() -> None:
     results = await asyncio.gather(*(module.run("final_answer(5)", SandboxConfig(preload=())) for _ in range(5)))
     assert {result.answer for result in results} == {"5"}
     module._kill_defaults()
+
+
+def test_check_isolation() -> None:
+    isolated, what = check_isolation()
+    assert isolated
+    assert "user+pid+mount+net" in what
 
 
 def test_config_rejects_nonsense() -> None:
