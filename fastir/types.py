@@ -8,7 +8,7 @@ without an engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -115,9 +115,8 @@ class Trajectory:
         for name in ("token_ids", "turn_ids"):
             record[name] = record[name].tolist()
         record["policy_mask"] = self.policy_mask.astype(int).tolist()
-        # Nine significant digits restore a float32 exactly.
-        record["behavior_logprobs"] = [float(f"{x:.9g}") for x in self.behavior_logprobs.tolist()]
-        record["turns"] = [asdict(turn) for turn in self.turns]
+        record["behavior_logprobs"] = self.behavior_logprobs.tolist()
+        record["turns"] = [{name: getattr(turn, name) for name in Turn.__dataclass_fields__} for turn in self.turns]
         return record
 
     @classmethod

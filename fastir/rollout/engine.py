@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -38,8 +38,13 @@ class Engine(Protocol):
     weight_version: int
     batch_size: int
 
-    def generate(self, requests: Sequence[SampleRequest], *, temperature: float) -> list[Sample]:
-        """One sample for each request, in order. ``temperature`` 0 is greedy (log-probs then at temperature 1)."""
+    def generate(
+        self, requests: Sequence[SampleRequest], *, temperature: float, finished: Callable[[int, Sample], None]
+    ) -> None:
+        """Sample each request's turn; blocks, and calls ``finished(index, sample)`` as soon as each is complete.
+
+        ``temperature`` 0 is greedy (log-probs then at temperature 1).
+        """
 
     def load_weights(self, parameters: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take new weights (full tensors under transformers names) and forget every cached prefix."""

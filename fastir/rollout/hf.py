@@ -6,7 +6,8 @@ scheduling: requests are served in the order given, in fixed batches, with rando
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,11 +81,12 @@ class HFEngine:
             self._may_stop[token] = not last_characters.isdisjoint(tokenizer.decode([token]))
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[SampleRequest], *, temperature: float) -> list[Sample]:
-        samples: list[Sample] = []
+    def generate(
+        self, requests: Sequence[SampleRequest], *, temperature: float, finished: Callable[[int, Sample], None]
+    ) -> None:
         for start in range(0, len(requests), self.batch_size):
-            samples += self._generate_batch(requests[start : start + self.batch_size], temperature)
-        return samples
+            batch = requests[start : start + self.batch_size]
+            self._generate_batch(batch, temperature, partial(_offset, finished, start))
 
     def load_weights(self, parameters: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         own = dict(self.model.named_parameters())
@@ -107,7 +109,9 @@ class HFEngine:
         """Drop every kept prefix (after a weight update, and when a set of rollouts is done)."""
         self._prefixes.clear()
 
-    def _generate_batch(self, requests: Sequence[SampleRequest], temperature: float) -> list[Sample]:
+    def _generate_batch(
+        self, requests: Sequence[SampleRequest], temperature: float, finished: Callable[[int, Sample], None]
+    ) -> None:
         count = len(requests)
         cache, new_tokens, positions = self._open(requests)
         limits = np.array([request.max_tokens for request in requests])
@@ -117,7 +121,6 @@ class HFEngine:
         tokens = np.zeros((count, int(limits.max())), dtype=np.int32)
         logprobs = np.zeros(tokens.shape, dtype=np.float32)
         sampled = np.zeros(count, dtype=int)
-        stops: list[Any] = ["length"] * count
         active = np.arange(count)  # requests still in the cache's rows, in row order
         alive = np.ones(count, dtype=bool)  # rows of the cache that still sample
         device = cache.data.device
@@ -140,12 +143,13 @@ class HFEngine:
             logprobs[rows, column[alive]] = picked_logprobs[alive]
             sampled[rows] += 1
             for row in np.flatnonzero(alive).tolist():
-                request = active[row]
-                stop = self._stopped(tokens[request, : sampled[request]])
-                if stop or sampled[request] >= limits[request]:
-                    stops[request] = stop or "length"
+                i = int(active[row])
+                ids = tokens[i, : sampled[i]]
+                stop = self._stopped(ids)
+                if stop or sampled[i] >= limits[i]:
                     alive[row] = False
-                    self._close(requests[request], tokens[request, : sampled[request]], cache, row)
+                    self._close(requests[i], ids, cache, row)
+                    finished(i, Sample(ids, logprobs[i, : sampled[i]], stop or "length"))
             if not alive.any():
                 break
             if alive.mean() < _COMPACT_BELOW:
@@ -156,7 +160,6 @@ class HFEngine:
             # A finished row not yet dropped samples on into the void: keep it inside the buffer.
             positions = cache.lengths.clamp(max=cache.data.shape[-2] - 1)[:, None]
             last = torch.zeros(len(active), dtype=torch.long, device=device)
-        return [Sample(tokens[i, : sampled[i]], logprobs[i, : sampled[i]], stops[i]) for i in range(count)]
 
     def _open(self, requests: Sequence[SampleRequest]) -> tuple[_Cache, list[np.ndarray], torch.Tensor]:
         """A cache holding what is known of each context, the tokens it lacks, and their (B, L) positions."""
@@ -209,6 +212,10 @@ class HFEngine:
             if any(stop in text for stop in self.stop):
                 return "stop"
         return None
+
+
+def _offset(finished: Callable[[int, Sample], None], start: int, i: int, sample: Sample) -> None:
+    finished(start + i, sample)
 
 
 def _sample(logits: torch.Tensor, draws: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:

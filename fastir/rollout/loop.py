@@ -1,7 +1,7 @@
 """The multi-turn loop: engine and sandbox take turns until each rollout ends. Token-in, token-out.
 
 The engine's batch moves turn by turn in a fixed order, so the same seed gives the same rollouts whatever the tools'
-timing; the tools of one turn run side by side.
+timing. A rollout's code starts to run as soon as its turn is complete, while others still sample.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+import torch
 
 from fastir.config import TirConfig
 from fastir.data import Problem
@@ -36,7 +39,7 @@ class RolloutTimes:
     """Wall seconds spent, added up over calls."""
 
     generate: float = 0.0
-    tool: float = 0.0
+    tool: float = 0.0  #: waiting for tools after the last token: what generation did not hide
 
 
 @dataclass
@@ -125,25 +128,53 @@ async def rollout(
         prompt = turn_format.prompt(problem)
         for sibling in range(group_size):
             opened.append(_Open(problem, group, sibling, (*seed, group, sibling), prompt, [prompt], length=len(prompt)))
-    for start in range(0, len(opened), engine.batch_size):
-        wave = opened[start : start + engine.batch_size]
-        while active := [r for r in wave if r.finish is None]:
-            began = time.perf_counter()
-            requests = [
-                SampleRequest(r.seed, r.context(), _turn_budget(r, tir), (*r.seed, len(r.turns))) for r in active
-            ]
-            samples = engine.generate(requests, temperature=temperature)
-            generated = time.perf_counter()
-            run = _shared(sandbox) if share_executions else sandbox.run
-            await asyncio.gather(
-                *(
-                    _advance(r, sample, run, turn_format, tir, decode, render)
-                    for r, sample in zip(active, samples, strict=True)
-                )
-            )
-            times.generate += generated - began
-            times.tool += time.perf_counter() - generated
+    # torch's thread count is a property of each thread, so the engine's gets the caller's.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as thread:
+        for start in range(0, len(opened), engine.batch_size):
+            wave = opened[start : start + engine.batch_size]
+            while active := [r for r in wave if r.finish is None]:
+                run = _shared(sandbox) if share_executions else sandbox.run
+                await _one_turn(active, engine, thread, run, turn_format, tir, decode, temperature, render, times)
     return [r.close(engine.weight_version) for r in opened]
+
+
+async def _one_turn(
+    active: Sequence[_Open],
+    engine: Engine,
+    thread: Executor,
+    run: Callable[[str], Awaitable[ExecResult]],
+    turn_format: TurnFormat,
+    tir: TirConfig,
+    decode: Callable[[Sequence[int]], str],
+    temperature: float,
+    render: FeedbackRenderer,
+    times: RolloutTimes,
+) -> None:
+    """Sample a turn of every rollout in ``active``; the code of one runs while the others still sample."""
+    loop = asyncio.get_running_loop()
+    advancing: list[asyncio.Task[None]] = []
+
+    def advance(i: int, sample: Sample) -> None:
+        step = _advance(active[i], sample, run, turn_format, tir, decode, render)
+        advancing.append(loop.create_task(step))
+
+    def finished(i: int, sample: Sample) -> None:  # called in the engine's thread
+        loop.call_soon_threadsafe(advance, i, sample)
+
+    began = time.perf_counter()
+    requests = [SampleRequest(r.seed, r.context(), _turn_budget(r, tir), (*r.seed, len(r.turns))) for r in active]
+    sampling = partial(engine.generate, requests, temperature=temperature, finished=finished)
+    try:
+        await loop.run_in_executor(thread, sampling)
+        generated = time.perf_counter()
+        await asyncio.gather(*advancing)
+    finally:
+        for task in advancing:
+            task.cancel()
+    if len(advancing) != len(active):
+        raise RuntimeError(f"the engine finished {len(advancing)} of {len(active)} turns")
+    times.generate += generated - began
+    times.tool += time.perf_counter() - generated
 
 
 def _shared(sandbox: Sandbox) -> Callable[[str], Awaitable[ExecResult]]:

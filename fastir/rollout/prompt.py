@@ -3,6 +3,7 @@ appends the template's own pieces around the feedback."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ class TurnFormat:
 
     def __init__(self, tokenizer: Any, data: DataConfig, tir: TirConfig) -> None:
         self._tokenizer, self._data, self._tir = tokenizer, data, tir
+        # Siblings run the same code, so the same feedback comes many times in a step.
+        self._feedback = lru_cache(maxsize=4096)(lambda text: encode_feedback(text, tokenizer, tir.feedback_tokens))
         self._before = ""  # text between the policy's last token and the feedback
         self._after = tir.assistant_cue
         if data.chat_template:
@@ -61,7 +64,7 @@ class TurnFormat:
 
     def between(self, feedback: str, policy_ids: IntArray) -> tuple[str, IntArray]:
         """The feedback as shown (cut to the token budget) and the (n,) ids appended after ``policy_ids``."""
-        shown, feedback_ids = encode_feedback(feedback, self._tokenizer, self._tir.feedback_tokens)
+        shown, feedback_ids = self._feedback(feedback)
         before = self._before
         eos = self._tokenizer.eos_token
         if len(policy_ids) and policy_ids[-1] == self._tokenizer.eos_token_id:

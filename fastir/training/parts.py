@@ -149,7 +149,7 @@ def _problems(config: Config) -> tuple[list[Problem], list[Problem] | None]:
             return tiny_problems(split, count, seed=0)
         problems, skipped = load_problems(source, on_bad_row=config.data.on_bad_row)
         if skipped:
-            print(f"{source}: {len(skipped)} malformed rows skipped, {len(problems)} problems kept; first: {skipped[0]}")
+            print(f"{source}: {len(skipped)} malformed rows skipped, {len(problems)} kept; the first: {skipped[0]}")
         return problems
 
     heldout = None if config.data.heldout is None else load(config.data.heldout, "heldout", _TINY_HELDOUT)

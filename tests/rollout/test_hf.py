@@ -21,6 +21,12 @@ def requests_of(tokenizer, count, max_tokens=24, seed=0):
     ]
 
 
+def generate(engine, requests, temperature=1.0):
+    samples = {}
+    engine.generate(requests, temperature=temperature, finished=samples.__setitem__)
+    return [samples[i] for i in range(len(requests))]
+
+
 def continued(request, sample, more, tokenizer):
     extra = np.array(tokenizer.encode(more, add_special_tokens=False), dtype=np.int32)
     ids = np.concatenate([request.token_ids, sample.token_ids, extra])
@@ -40,7 +46,7 @@ def eager(model_config):
 def test_logprobs_are_those_of_a_plain_forward_pass(engine, tokenizer, eager, temperature):
     requests = requests_of(tokenizer, 11)
     for turn in range(2):
-        samples = engine.generate(requests, temperature=temperature)
+        samples = generate(engine, requests, temperature=temperature)
         for request, sample in zip(requests, samples, strict=True):
             ids = torch.from_numpy(np.concatenate([request.token_ids, sample.token_ids])).long()
             logits = eager(ids[None], use_cache=False).logits[0, len(request.token_ids) - 1 : -1] / temperature
@@ -52,23 +58,23 @@ def test_logprobs_are_those_of_a_plain_forward_pass(engine, tokenizer, eager, te
 
 def test_same_seed_same_tokens_whatever_the_batch(engine, tokenizer):
     requests = requests_of(tokenizer, 10)
-    together = engine.generate(requests, temperature=1.0)
+    together = generate(engine, requests, temperature=1.0)
     engine.forget()
     engine.batch_size = 3
-    apart = [engine.generate([r], temperature=1.0)[0] for r in requests]
+    apart = [generate(engine, [r])[0] for r in requests]
     for a, b in zip(together, apart, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
-    other = engine.generate(requests_of(tokenizer, 10, seed=1), temperature=1.0)
+    other = generate(engine, requests_of(tokenizer, 10, seed=1), temperature=1.0)
     assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(together, other, strict=True))
 
 
 def test_kept_prefix_changes_nothing(engine, tokenizer):
     requests = requests_of(tokenizer, 6)
-    first = engine.generate(requests, temperature=1.0)
+    first = generate(engine, requests, temperature=1.0)
     second = [continued(r, s, "\nCode execution result: 12\n", tokenizer) for r, s in zip(requests, first, strict=True)]
-    with_prefix = engine.generate(second, temperature=1.0)
+    with_prefix = generate(engine, second, temperature=1.0)
     engine.forget()
-    without = engine.generate(second, temperature=1.0)
+    without = generate(engine, second, temperature=1.0)
     for a, b in zip(with_prefix, without, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
@@ -76,18 +82,18 @@ def test_kept_prefix_changes_nothing(engine, tokenizer):
 
 def test_a_prefix_that_does_not_match_is_not_used(engine, tokenizer):
     request = requests_of(tokenizer, 1)[0]
-    engine.generate([request], temperature=1.0)
+    generate(engine, [request], temperature=1.0)
     changed = request.token_ids.copy()
     changed[3] += 1
     other = SampleRequest(request.key, np.concatenate([changed, changed]), 8, (5,))
-    reused = engine.generate([other], temperature=1.0)[0]
+    reused = generate(engine, [other], temperature=1.0)[0]
     engine.forget()
-    assert engine.generate([other], temperature=1.0)[0].token_ids.tolist() == reused.token_ids.tolist()
+    assert generate(engine, [other], temperature=1.0)[0].token_ids.tolist() == reused.token_ids.tolist()
 
 
 def test_stop_string_keeps_the_ids_that_completed_it(model_config, tokenizer):
     engine = HFEngine(load_model(model_config, torch.float32), tokenizer, stop=("A",), batch_size=64)
-    samples = engine.generate(requests_of(tokenizer, 64, max_tokens=40), temperature=1.5)
+    samples = generate(engine, requests_of(tokenizer, 64, max_tokens=40), temperature=1.5)
     stopped = [s for s in samples if s.stop == "stop"]
     assert stopped
     for sample in samples:
@@ -104,7 +110,7 @@ def test_sampling_frequencies_follow_the_policy(engine, tokenizer, eager):
     request = requests_of(tokenizer, 1)[0]
     many = [SampleRequest((i,), request.token_ids, 1, (3, i)) for i in range(4000)]
     engine.batch_size = 1000
-    drawn = np.bincount([s.token_ids[0] for s in engine.generate(many, temperature=1.0)], minlength=600)
+    drawn = np.bincount([s.token_ids[0] for s in generate(engine, many, temperature=1.0)], minlength=600)
     logits = eager(torch.from_numpy(request.token_ids).long()[None], use_cache=False).logits[0, -1]
     expected = 4000 * logits.softmax(-1).detach().numpy()
     likely = expected >= 5
@@ -115,7 +121,7 @@ def test_sampling_frequencies_follow_the_policy(engine, tokenizer, eager):
 
 def test_greedy_takes_the_most_likely_token(engine, tokenizer, eager):
     request = requests_of(tokenizer, 1, max_tokens=5)[0]
-    sample = engine.generate([request], temperature=0.0)[0]
+    sample = generate(engine, [request], temperature=0.0)[0]
     ids = request.token_ids.tolist()
     for token in sample.token_ids.tolist():
         assert token == int(eager(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
@@ -124,7 +130,7 @@ def test_greedy_takes_the_most_likely_token(engine, tokenizer, eager):
 
 def test_new_weights_arrive_and_forget_the_prefixes(engine, policy, tokenizer):
     request = requests_of(tokenizer, 1)[0]
-    engine.generate([request], temperature=1.0)
+    generate(engine, [request], temperature=1.0)
     with torch.no_grad():
         for p in policy.parameters():
             p.mul_(1.01)

@@ -25,9 +25,8 @@ class Script:
         self.batch_size, self.weight_version = 100, 4
         self.requests = []
 
-    def generate(self, requests, *, temperature):
-        samples = []
-        for request in requests:
+    def generate(self, requests, *, temperature, finished):
+        for i, request in enumerate(requests):
             self.requests.append(request)
             *_, sibling, turn = request.seed
             text = self.turns[sibling][turn]
@@ -38,8 +37,7 @@ class Script:
                 stop = "eos"
             if len(ids) > request.max_tokens:
                 ids, stop = ids[: request.max_tokens], "length"
-            samples.append(Sample(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), stop))
-        return samples
+            finished(i, Sample(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), stop))
 
 
 @pytest.fixture(scope="module")
