@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -197,16 +198,14 @@ async def test_cancellation_kills_the_execution() -> None:
 
 async def test_a_dead_zygote_is_replaced() -> None:
     async with Sandbox(SandboxConfig(workers=2, preload=())) as sandbox:
-        for pid in _processes(sandbox):
-            os.kill(pid, signal.SIGKILL)
+        _kill_all(sandbox)
         results = await asyncio.gather(*(sandbox.run(f"print({i})") for i in range(4)))
         assert [r.stdout for r in results] == ["0\n", "1\n", "2\n", "3\n"]
         assert sandbox.stats.zygote_restarts == 1
         assert sandbox.stats.by_status == {"ok": 4}
         running = asyncio.create_task(sandbox.run("import time; time.sleep(0.6); print('again')"))
         await asyncio.sleep(0.3)
-        for pid in _processes(sandbox):
-            os.kill(pid, signal.SIGKILL)
+        _kill_all(sandbox)
         assert (await running).stdout == "again\n"
         assert sandbox.stats.zygote_restarts == 2
 
@@ -215,16 +214,14 @@ async def test_every_waiting_run_survives_a_restart() -> None:
     async with Sandbox(SandboxConfig(workers=8, preload=())) as sandbox:
         runs = [asyncio.create_task(sandbox.run(f"import time; time.sleep(0.1); print({i})")) for i in range(24)]
         await asyncio.sleep(0.15)
-        for pid in _processes(sandbox):
-            os.kill(pid, signal.SIGKILL)
+        _kill_all(sandbox)
         assert [(await run).stdout for run in runs] == [f"{i}\n" for i in range(24)]
         assert sandbox.stats.zygote_restarts == 1
 
 
 async def test_a_failed_restart_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Sandbox(SandboxConfig(workers=1, preload=())) as sandbox:
-        for pid in _processes(sandbox):
-            os.kill(pid, signal.SIGKILL)
+        _kill_all(sandbox)
         with monkeypatch.context() as patch:
             patch.setattr(module.sys, "executable", "/no/such/python")
             with pytest.raises(SandboxError, match="cannot start"):
@@ -353,6 +350,12 @@ def _processes(sandbox: Sandbox) -> list[int]:
     assert sandbox._zygote is not None
     launcher = sandbox._zygote._process.pid
     return [launcher, *_descendants(launcher)]
+
+
+def _kill_all(sandbox: Sandbox) -> None:
+    for pid in _processes(sandbox):
+        with contextlib.suppress(ProcessLookupError):  # the first take the others with them
+            os.kill(pid, signal.SIGKILL)
 
 
 async def _until(condition: Callable[[], bool]) -> None:

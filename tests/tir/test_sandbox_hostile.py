@@ -385,7 +385,7 @@ async def test_hostile_neighbours(sandbox: Sandbox) -> None:
 _AS_USER = """
 import asyncio, os, sys
 sys.path.insert(0, {root!r})
-from fastir.tir.sandbox import Sandbox, SandboxConfig
+from fastir.tir.sandbox import Sandbox, SandboxConfig, check_isolation
 assert os.getuid() == 65533, os.getuid()
 async def main():
     async with Sandbox(SandboxConfig(timeout_seconds=2, processes=8)) as sandbox:
