@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fastir.algo.filters import uninformative_groups
 from fastir.config import Config
-from fastir.observe.metrics import MetricsWriter
+from fastir.observe.metrics import MetricsWriter, holds_run
 from fastir.observe.progress import Progress
 from fastir.rollout.loop import FeedbackRenderer, RolloutTimes, plain_feedback
 from fastir.training import checkpoint
@@ -80,7 +80,7 @@ async def _train(config: Config, resume: bool, render: FeedbackRenderer) -> dict
     found = checkpoint.checkpoints(folder)
     if resume and not found:
         raise FileNotFoundError(f"--resume: {folder} holds no checkpoint; start without --resume under a new run.name")
-    if not resume and (config.run_dir / "metrics.jsonl").exists():
+    if not resume and (found or holds_run(config.run_dir)):
         raise FileExistsError(f"{config.run_dir} holds an earlier run: continue it with --resume or set run.name")
     async with open_parts(config, training=True, render=render) as parts:
         policy = parts.policy
@@ -210,15 +210,16 @@ async def _collect(
 ) -> tuple[list[Trajectory], int]:
     """This rank's graded rollouts of the step, and the data position after it.
 
-    With dynamic sampling, problems are drawn until ``prompts_per_step`` groups carry a gradient (over all ranks) or
-    ``max_resample_rounds`` is reached; groups without gradient stay in the list, and train nothing.
+    With dynamic sampling, problems are drawn again, at most ``max_resample_rounds`` times, until ``prompts_per_step``
+    groups carry a gradient (over all ranks); groups without gradient stay in the list, and train nothing.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     wanted = config.rollout.prompts_per_step
     trajectories: list[Trajectory] = []
     groups = 0
     missing = wanted
-    for _ in range(config.rollout.max_resample_rounds if config.rollout.dynamic_sampling else 1):
+    rounds = 1 + (config.rollout.max_resample_rounds if config.rollout.dynamic_sampling else 0)
+    for _ in range(rounds):
         problems = parts.train_problems.take(position, missing)
         numbers = range(groups, groups + missing)
         trajectories += await parts.roll_out(
@@ -231,14 +232,13 @@ async def _collect(
         )
         position += missing
         groups += missing
-        if config.rollout.dynamic_sampling:
+        if rounds > 1:
             counts, trains = select(config, trajectories)
-            idle = uninformative_groups(
-                rewards(trajectories), [t.group for t in trajectories], keep=counts, trains=trains
-            )
+            numbered = [t.group for t in trajectories]
+            idle = uninformative_groups(rewards(trajectories), numbered, keep=counts, trains=trains)
             missing = wanted - groups + sum(len(part) for part in gather(idle))
-        if missing <= 0 or not config.rollout.dynamic_sampling:
-            break
+            if missing <= 0:
+                break
     return trajectories, position
 
 
