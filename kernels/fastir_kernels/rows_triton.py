@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 2048  # 8 elements a thread: a 128-bit access in bf16, and registers for five blocks a multiprocessor
+MAX_BLOCK = 2048  # with 256 threads 8 elements each: one 128-bit access in bf16
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NAN: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
@@ -40,6 +40,20 @@ def _one_minus_exp(x):  # type: ignore[no-untyped-def]
     y = tl.maximum(x, -0.5)
     series = 1 + y / 2 * (1 + y / 3 * (1 + y / 4 * (1 + y / 5 * (1 + y / 6 * (1 + y / 7 * (1 + y / 8 * (1 + y / 9)))))))
     return tl.where(x < -0.5, 1.0 - tl.exp(x), -y * series)
+
+
+@triton.jit
+def _load(row_ptr, column, columns):  # type: ignore[no-untyped-def]
+    """Logits of a row at these columns, -inf past its end."""
+    return tl.load(row_ptr + column, mask=column < columns, other=-float("inf"))
+
+
+@triton.jit
+def _fold(z, scale, shifted, r1, r2, first):  # type: ignore[no-untyped-def]
+    """The lane sums of e, e^2 and e d with one more block of logits."""
+    d = tl.maximum(tl.fma(z, scale, -shifted), -1000.0, propagate_nan=NAN)
+    e = tl.exp2(d)
+    return r1 + e, tl.fma(e, e, r2), tl.fma(e, d, first)
 
 
 @triton.jit
@@ -72,28 +86,37 @@ def stats_kernel(  # type: ignore[no-untyped-def]
     r1 = tl.zeros([BLOCK], tl.float32)  # lane sums of e, e^2 and e d over the other columns
     r2 = tl.zeros([BLOCK], tl.float32)
     first = tl.zeros([BLOCK], tl.float32)
-    ahead = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf"))
-    for start in range(0, columns, BLOCK):
-        z = ahead.to(tl.float32)
-        following = column + (start + BLOCK)
-        ahead = tl.load(logits_ptr + following, mask=following < columns, other=-float("inf"))
-        new_m = tl.maximum(m, tl.max(z, axis=0))
+    z0 = _load(logits_ptr, column, columns)
+    z1 = _load(logits_ptr, column + BLOCK, columns)
+    z2 = _load(logits_ptr, column + 2 * BLOCK, columns)
+    z3 = _load(logits_ptr, column + 3 * BLOCK, columns)
+    for start in range(0, columns, 4 * BLOCK):
+        f0, f1, f2, f3 = z0.to(tl.float32), z1.to(tl.float32), z2.to(tl.float32), z3.to(tl.float32)
+        following = column + (start + 4 * BLOCK)  # loads run one step ahead of the arithmetic
+        z0 = _load(logits_ptr, following, columns)
+        z1 = _load(logits_ptr, following + BLOCK, columns)
+        z2 = _load(logits_ptr, following + 2 * BLOCK, columns)
+        z3 = _load(logits_ptr, following + 3 * BLOCK, columns)
+        new_m = tl.maximum(m, tl.max(tl.maximum(tl.maximum(f0, f1), tl.maximum(f2, f3)), axis=0))
         if new_m > m:
-            # d grows by -shift, so sum e d becomes k (sum e d - shift sum e); nothing was summed while m = -inf
+            # d falls by shift, so sum e d becomes k (sum e d - shift sum e); nothing was summed while m = -inf
             shift = tl.where(m == -float("inf"), 0.0, (new_m - m) * scale)
             k = tl.exp2(-shift)
             first = k * (first - shift * r1)
             r1 *= k
             r2 *= k * k
             m = new_m
+        if (target >= start) & (target < start + 4 * BLOCK):
+            here = column + start
+            f0 = tl.where(here == target, -float("inf"), f0)
+            f1 = tl.where(here + BLOCK == target, -float("inf"), f1)
+            f2 = tl.where(here + 2 * BLOCK == target, -float("inf"), f2)
+            f3 = tl.where(here + 3 * BLOCK == target, -float("inf"), f3)
         shifted = tl.where(m == -float("inf"), 0.0, m * scale)
-        d = tl.maximum(tl.fma(z, scale, -shifted), -1000.0, propagate_nan=NAN)
-        if (target >= start) & (target < start + BLOCK):
-            d = tl.where(column + start == target, -1000.0, d)
-        e = tl.exp2(d)
-        r1 += e
-        r2 = tl.fma(e, e, r2)
-        first = tl.fma(e, d, first)
+        r1, r2, first = _fold(f0, scale, shifted, r1, r2, first)
+        r1, r2, first = _fold(f1, scale, shifted, r1, r2, first)
+        r1, r2, first = _fold(f2, scale, shifted, r1, r2, first)
+        r1, r2, first = _fold(f3, scale, shifted, r1, r2, first)
 
     shifted = tl.where(m == -float("inf"), 0.0, m * scale)
     z_a = tl.load(logits_ptr + target, mask=target >= 0, other=-float("inf")).to(tl.float32)
@@ -158,12 +181,11 @@ def grad_kernel(  # type: ignore[no-untyped-def]
         h = tl.load(entropy_coefficient_ptr + row) * inverse
         entropy = tl.load(entropy_ptr + row)
     square = tl.zeros([BLOCK], tl.float32)
-    ahead = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf"))
+    ahead = _load(logits_ptr, column, columns)
     for start in range(0, columns, BLOCK):
         z = ahead.to(tl.float32)
         here = column + start
-        following = here + BLOCK
-        ahead = tl.load(logits_ptr + following, mask=following < columns, other=-float("inf"))
+        ahead = _load(logits_ptr, here + BLOCK, columns)
         d = tl.maximum(tl.fma(z, scale, -lse), -1000.0, propagate_nan=NAN)
         pi = tl.exp2(d)
         g = -c * pi
@@ -179,8 +201,8 @@ def grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_shape(columns: int) -> tuple[int, int]:
-    """(BLOCK, number of warps) for rows of so many columns."""
-    block = min(MAX_BLOCK, max(32, triton.next_power_of_2(columns)))
+    """(BLOCK, number of warps) for rows of so many columns. A step is four blocks in stats_kernel, one in grad_kernel."""
+    block = min(MAX_BLOCK, max(32, triton.next_power_of_2(columns) // 4))
     return block, max(1, block // 256)
 
 
