@@ -21,7 +21,12 @@ WARP = 32
 ROWS, COLUMNS = 16384, 151936  # the shape of the predictions
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # datasheet, bytes/s
 CYCLES = 132 * 1.755e9  # multiprocessors times a sustained clock, of either
-ISSUE, EXPONENTIALS = 128, 16  # thread instructions and exponentials a cycle and multiprocessor
+ISSUE, EXPONENTIALS = (
+    128,
+    16,
+)  # thread instructions and exponentials a cycle and multiprocessor
+SHAPE = (16384, 3584, 152064)  # of the linear prediction: Qwen2.5-7B
+PRODUCTS = 790e12  # FLOP/s that a large bf16 product reaches
 
 _PER_ROW = {
     "target_ptr": "*i64",
@@ -57,8 +62,8 @@ def variants() -> list[dict[str, Any]]:
     return found
 
 
-def compile_variant(variant: dict[str, Any], arch: int) -> tuple[bytes, int, int]:
-    """(cubin, threads, block) of one variant."""
+def compile_variant(variant: dict[str, Any], arch: int) -> tuple[bytes, int, int, int]:
+    """(cubin, bytes of shared memory, threads, block) of one variant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -78,7 +83,7 @@ def compile_variant(variant: dict[str, Any], arch: int) -> tuple[bytes, int, int
     attributes = {(i,): aligned for i, n in enumerate(kernel.arg_names) if signature[n] != "constexpr"}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, WARP), options={"num_warps": warps})
-    return compiled.asm["cubin"], warps * WARP, block
+    return compiled.asm["cubin"], compiled.metadata.shared, warps * WARP, block
 
 
 def _tool(name: str) -> str:
@@ -88,7 +93,7 @@ def _tool(name: str) -> str:
 
 
 def read_machine_code(cubin: bytes) -> dict[str, Any]:
-    """Registers, stack and shared memory in bytes, spill instructions, and the instructions of the streaming loop."""
+    """Registers, bytes of stack, spill instructions, and the instructions of the streaming loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -96,7 +101,7 @@ def read_machine_code(cubin: bytes) -> dict[str, Any]:
             subprocess.run([_tool("cuobjdump"), flag, file.name], check=True, capture_output=True, text=True).stdout
             for flag in ("-res-usage", "-sass")
         )
-    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     code = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/;]+);", sass)]
     # The streaming loop: the longest stretch that a backward branch closes.
     loops = [(int(t, 16), a) for a, text in code for t in re.findall(r"BRA.*?(0x[0-9a-f]+)", text) if int(t, 16) < a]
@@ -115,7 +120,6 @@ def read_machine_code(cubin: bytes) -> dict[str, Any]:
     return {
         "registers": numbers["REG"],
         "stack_bytes": numbers["STACK"],
-        "shared_bytes": numbers["SHARED"],
         "spills": sum(bool(re.search(r"\b(LDL|STL)\b", text)) for _, text in code),
         "load_bits": sorted({width(text) for text in body if re.search(r"\bLDG\b", text)}),
         "store_bits": sorted({width(text) for text in body if re.search(r"\bSTG\b", text)}),
@@ -126,7 +130,7 @@ def read_machine_code(cubin: bytes) -> dict[str, Any]:
 
 def inspect(variant: dict[str, Any], arch: int) -> dict[str, Any]:
     """The facts of one variant, and its predicted times."""
-    cubin, threads, block = compile_variant(variant, arch)
+    cubin, shared, threads, block = compile_variant(variant, arch)
     facts = read_machine_code(cubin)
     per_thread = block // threads * (4 if variant["entropy"] is None else 1)  # the statistics take four blocks a step
     stored = 0 if variant["entropy"] is None else _BYTES[variant["types"]["out_ptr"][1:]]
@@ -139,6 +143,7 @@ def inspect(variant: dict[str, Any], arch: int) -> dict[str, Any]:
         "arch": f"sm_{arch}",
         "threads": threads,
         "elements_per_thread_and_step": per_thread,
+        "shared_bytes": shared,
         **facts,
         "exponentials_per_element": facts["loop_exponentials"] / per_thread,
         "instructions_per_element": round(facts["loop_instructions"] / per_thread, 1),
@@ -149,6 +154,13 @@ def inspect(variant: dict[str, Any], arch: int) -> dict[str, Any]:
             for chip, rate in BANDWIDTH.items()
         },
     }
+
+
+def predicted_linear_policy_loss() -> dict[str, dict[str, float]]:
+    """Milliseconds: three products (6THV), and the row kernels over fp32 logits (4 + 4 bytes read, 2 written)."""
+    t, h, v = SHAPE
+    products = round(1e3 * 6 * t * h * v / PRODUCTS, 1)
+    return {chip: {"products": products, "rows": round(1e3 * 10 * t * v / rate, 1)} for chip, rate in BANDWIDTH.items()}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -185,12 +197,14 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "0"
     results = [inspect(variant, arch) for arch in options.arch for variant in variants()]
-    print(
-        f"Predictions at T = {ROWS}, V = {COLUMNS}: the larger of memory traffic and exponentials at datasheet rates.\n"
-    )
+    print(f"Per kernel at T = {ROWS}, V = {COLUMNS}; instructions and exponentials on the common path of the loop.\n")
     print(table(results))
+    print(f"\nlinear_policy_loss at T, H, V = {SHAPE}, bf16, products at {PRODUCTS / 1e12:.0f} TFLOP/s:")
+    for chip, ms in predicted_linear_policy_loss().items():
+        print(f"  {chip}: {ms['products']} ms of products + {ms['rows']} ms of row passes")
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        facts = {"kernels": results, "linear_policy_loss_ms": predicted_linear_policy_loss()}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

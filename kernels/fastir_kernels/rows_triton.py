@@ -201,7 +201,7 @@ def grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_shape(columns: int) -> tuple[int, int]:
-    """(BLOCK, number of warps) for rows of so many columns. A step is four blocks in stats_kernel, one in grad_kernel."""
+    """(BLOCK, number of warps) for so many columns. A step is four blocks in stats_kernel, one in grad_kernel."""
     block = min(MAX_BLOCK, max(32, triton.next_power_of_2(columns) // 4))
     return block, max(1, block // 256)
 

@@ -19,7 +19,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "fastir_kernels.inspect", "--arch", "90", "--json", str(out)]
     shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    found = json.loads(Path(out).read_text())
+    found = json.loads(Path(out).read_text())["kernels"]
     assert all(f["kernel"] in shown for f in found)
     return found
 
