@@ -1,6 +1,6 @@
 """Arithmetic problems that need a tool: the data of the quickstart.
 
-A model of a hundred thousand parameters cannot multiply ``37 * 482``; copying the numbers into one line of Python is
+A model of a few hundred thousand parameters cannot multiply ``37 * 482``; copying the numbers into one line of Python is
 within its reach. So a run on these problems shows one thing only: whether reinforcement learning taught the model to
 use its tool.
 
