@@ -159,7 +159,8 @@ def test_transcripts_hold_good_and_bad_turns() -> None:
     rng = random.Random(0)
     void = right = policy_turns = 0
     for _, problem in zip(range(500), arithmetic("train", 9)):
-        turns = [text.replace(make.EOS, "") for text, is_policy in make.transcript(problem, rng) if is_policy]
+        text = "".join(segment for segment, _ in make.transcript(problem, rng)[1:])
+        turns = re.split(r"\nCode execution result: .*\n", text.replace(make.EOS, ""))
         parsed = [parse_turn(turn) for turn in turns]
         policy_turns += len(turns)
         void += sum(turn.is_void for turn in parsed)

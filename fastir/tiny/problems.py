@@ -1,8 +1,8 @@
 """Arithmetic problems that need a tool: the data of the quickstart.
 
-A model of a few hundred thousand parameters cannot multiply ``37 * 482``; copying the numbers into one line of Python is
-within its reach. So a run on these problems shows one thing only: whether reinforcement learning taught the model to
-use its tool.
+A model of a few hundred thousand parameters cannot multiply ``37 * 482``; copying the numbers into one line of Python
+is within its reach. So a run on these problems shows one thing only: whether reinforcement learning taught the model
+to use its tool.
 
 Which split a problem belongs to is a function of its numbers (not of its wording, nor of the seed), so the training and
 the held-out set share no set of operands for any pair of seeds.
