@@ -2,9 +2,9 @@
 
 easy      the quickstart: feedback as in pre-training, 3 turns, one update per batch.
 telling   where the theory should bite: a base pre-trained on single turns and clean rounds only (`make_tiny_base.py
-          --variant sharp`), 8 turns, feedback it has never seen (full tracebacks; a process report with random numbers
-          behind each result, which in 70 % of turns does not even end its line), four mini-batches times two epochs
-          per batch (stale ratios), no gradient clipping.
+          --variant sharp`), 8 turns, feedback it has never seen (full tracebacks; in 70 % of turns a process report
+          with random numbers behind the result, on a line that is left open), four mini-batches times two epochs per
+          batch (stale ratios), no gradient clipping.
 
     python bench/void_filter_study.py [--settings easy telling] [--seeds 0 1 2 3 4] [--workers 2] [--out bench/results]
 
@@ -37,12 +37,12 @@ from fastir.tir.sandbox import ExecResult
 from fastir.training.trainer import RunStopped, train
 
 ARMS = ("mask", "drop", "off")
-STEPS = {"easy": 40, "telling": 20}
+STEPS = {"easy": 40, "telling": 30}
 LEARNING_RATES = {"easy": (1e-3, 3e-3, 1e-2), "telling": (5e-4, 1e-3, 2e-3)}
 OVERRIDES = {
     "easy": ["run.steps=40"],
     "telling": [
-        "run.steps=20",
+        "run.steps=30",
         "tir.max_turns=8",
         "tir.turn_tokens=48",
         "tir.feedback_tokens=96",
@@ -58,14 +58,15 @@ SERIES = ("reward/mean", "rollout/void_turn_rate", "rollout/void_rollout_rate", 
 
 
 def unfamiliar_feedback(result: ExecResult, address: tuple[int, ...]) -> str:
-    """Whole tracebacks, and a process report of random numbers; in 70 % of turns the line is left open."""
+    """Whole tracebacks; in 70 % of turns a process report of random numbers on an open line behind the result."""
     rng = np.random.default_rng((*address, 99))
     text = feedback_text(result)
     if result.status == "error" and result.traceback:
         text = f"\nCode execution result: {result.traceback.rstrip()}\n"
+    if rng.random() < 0.3:
+        return text
     memory, seconds = rng.integers(1 << 28), rng.random()
-    tail = f"[pid {rng.integers(1000, 99999)} rss 0x{memory:07x} cpu {seconds:.3f}s {rng.bytes(6).hex()}]"
-    return text + tail + ("" if rng.random() < 0.7 else "\n")
+    return text + f"[pid {rng.integers(1000, 99999)} rss 0x{memory:07x} cpu {seconds:.3f}s {rng.bytes(6).hex()}]"
 
 
 def run_one(spec: dict[str, Any], base: str) -> dict[str, Any]:
