@@ -181,7 +181,7 @@ def naive_token_logprobs(
     pi = logpi.exp()
     column = targets.long()[:, None]
     logprob = logpi.gather(1, column)[:, 0]
-    entropy = -torch.where(pi > 0, pi * logpi, 0.0).sum(dim=1)
+    entropy = -(pi * torch.where(pi > 0, logpi, 0.0)).sum(dim=1)
     sqnorm = (pi - torch.zeros_like(pi).scatter(1, column, 1.0)).square().sum(dim=1)
     lse = torch.logsumexp(logits / t, dim=1)
     stats = TokenStats(logprob, entropy, sqnorm, lse)
