@@ -1,8 +1,13 @@
 """Where model-written Python runs: isolated, limited, and fast.
 
-``await Sandbox.run(code)`` executes one script in processes forked from a warm interpreter (``sandbox_child``) and says
-how it ended. Executions share nothing: not files, not memory, not the network, not even process ids. Nothing the code
-does is an exception here; ``SandboxError`` is raised when the sandbox itself fails, and only then.
+``await Sandbox.run(code)`` executes one script in a process forked from a waiting interpreter (``sandbox_child``) and
+says how it ended. Each execution has pid, mount, network, ipc, uts, cgroup and user namespaces of its own, made for it
+and gone with it; executions share no files, memory, network or process ids. Nothing the code does is an exception here;
+``SandboxError`` is raised when the sandbox itself fails, and only then.
+
+Code whose text mentions a module of ``SandboxConfig.preload``, or another that came with those, starts with all of them
+imported. Other code starts without, from an interpreter that is much cheaper to fork; if it imports them all the same,
+by a name put together at run time, they come from the disk, and numpy's generators are not seeded.
 
 Isolation needs Linux 5.12 with user namespaces, and neither root nor any set-uid helper. Without it ``start`` refuses,
 unless ``allow_unsafe`` is set.
@@ -69,7 +74,7 @@ class SandboxConfig(BaseModel):
     tmp_mb: int = Field(64, description="Size of an execution's private /tmp, in MiB, on top of memory_mb.", gt=0)
     workers: int = Field(0, description="Executions at once; 0 means one per available core.", ge=0)
     preload: tuple[str, ...] = Field(
-        ("numpy", "sympy"), description="Modules that are imported before the code starts."
+        ("numpy", "sympy"), description="Modules that are imported before the code starts, if it mentions one of them."
     )
 
 
@@ -112,14 +117,20 @@ def _text(data: bytes) -> str:
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 
-def _parse(frame: bytes) -> tuple[str, ExecResult] | None:
-    """The result in a supervisor's frame, or None if the frame is incomplete: the supervisor was killed."""
+def _complete(frame: bytes | bytearray) -> bool:
+    """Whether a supervisor's frame has arrived in full."""
     header = protocol.RESULT_HEADER
     if len(frame) < header.size:
+        return False
+    return len(frame) >= header.size + sum(max(length, 0) for length in header.unpack_from(frame)[2:])
+
+
+def _parse(frame: bytes) -> tuple[str, ExecResult] | None:
+    """The result in a supervisor's frame, or None if the frame is incomplete: the supervisor was killed."""
+    if not _complete(frame):
         return None
+    header = protocol.RESULT_HEADER
     number, seconds, *lengths = header.unpack_from(frame)
-    if len(frame) != header.size + sum(max(length, 0) for length in lengths):
-        return None
     texts: list[str | None] = []
     position = header.size
     for length in lengths:
@@ -385,7 +396,7 @@ class Sandbox:
         try:
             async with asyncio.timeout(_FORK_SECONDS) as timer:
                 await loop.sock_sendall(connection, protocol.CODE_HEADER.pack(len(source)) + source)
-                while piece := await loop.sock_recv(connection, 1 << 16):
+                while not _complete(frame) and (piece := await loop.sock_recv(connection, 1 << 18)):
                     if started is None and piece[:1] == protocol.STARTED:
                         started = time.monotonic()
                         timer.reschedule(loop.time() + limit + _PARENT_GRACE_SECONDS)

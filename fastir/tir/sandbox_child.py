@@ -1,21 +1,25 @@
 """The processes behind the sandbox, started by ``sandbox.py`` with a clean exec. This file: launcher and keeper.
 
 launcher   started with an empty environment; enters the outer namespaces, forks the keeper, waits for it.
-keeper     pid 1 of the outer pid namespace. Builds the read-only root. Forks one supervisor per execution; stays
-           small, so that this is cheap. It never sees code or output: each request is one end of a socket pair
-           that goes to the supervisor.
-zygote     the keeper's child with numpy and sympy imported. Forks one worker per execution into the namespaces of
-           the supervisor that asks, and reports how the worker ended.
-supervisor pid 1 of a pid namespace of its own, with its own mount, network, ipc, uts and cgroup namespaces. Has a
-           worker forked, reads its output, enforces the limits, writes the result. When it ends, the kernel kills
-           everything inside, however daemonised or signal-proof.
-worker     runs the code (``sandbox_worker``) in one more user namespace, without capabilities, under seccomp and
-           rlimits.
+keeper     pid 1 of the outer pid namespace. Builds the read-only root. Forks the zygotes, and a supervisor for each
+           execution that runs at the same time as others. It never sees code or output: each request is one end of
+           a socket pair that goes to a supervisor.
+zygotes    the keeper's children, one bare, one with numpy and sympy imported: forking that costs several times as
+           much, so it is only for code that mentions them. Fork one worker per execution into the pid namespace that
+           a supervisor has made for it, and report how the worker ended.
+supervisor takes one execution after another. For each it makes a pid namespace, has a worker forked into that, reads
+           its output, enforces the limits, kills pid 1 of the namespace, writes the result.
+init       pid 1 of an execution's pid namespace; sleeps. When it is killed, the kernel kills everything inside,
+           however daemonised or signal-proof.
+worker     enters mount, network, ipc, uts and cgroup namespaces of its own, with its own /proc and /tmp, then one
+           more user namespace without capabilities; runs the code (``sandbox_worker``) under seccomp and rlimits.
+           Nothing of an execution's namespaces is used again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -24,11 +28,11 @@ import signal
 import socket
 import sys
 import time
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from fastir.tir import sandbox_worker
-from fastir.tir.sandbox_record import Settings, fork_into
-from fastir.tir.sandbox_supervisor import KEEPER_FD, PRIVATE_NAMESPACES, ZYGOTE_FD, frame, supervise
+from fastir.tir.sandbox_record import Settings
+from fastir.tir.sandbox_supervisor import BARE_FD, KEEPER_FD, WARM_FD, frame, supervise
 
 if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
@@ -41,38 +45,82 @@ class _Supervisor(NamedTuple):
     socket: socket.socket
 
 
-def _fork_supervisor(settings: Settings, has_proc: bool, zygote: int, own: int) -> _Supervisor:
-    """Fork a supervisor, as pid 1 of a new pid namespace."""
+class _Zygotes(NamedTuple):
+    """The keeper's sockets to the zygotes, their pids, and the names of the modules that only the warm one has."""
+
+    bare: socket.socket
+    warm: socket.socket
+    pids: list[int]
+    warm_names: list[bytes]
+
+
+def _start_zygotes(control: socket.socket, settings: Settings, has_proc: bool) -> _Zygotes:
+    """Fork the zygotes and wait for their imports. Without modules to preload the bare one is both."""
+    kinds = [settings._replace(preload=[]), settings] if settings.preload else [settings]
+    sockets: list[socket.socket] = []
+    pids: list[int] = []
+    for kind in kinds:
+        ours, theirs = socket.socketpair()
+        sockets.append(ours)
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                for other in (control, *sockets):
+                    other.close()
+                sandbox_worker.serve(theirs, kind, has_proc)
+            finally:
+                os._exit(1)
+        theirs.close()
+    names: list[set[bytes]] = []
+    for ours in sockets:
+        reply = ours.recv(65536)
+        if not reply.startswith(b"ready"):
+            raise SystemError(reply.decode() or "the zygote died")
+        names.append(set(reply.split()[1:]))
+    return _Zygotes(sockets[0], sockets[-1], pids, sorted(names[-1] - names[0]))
+
+
+def _fork_supervisor(settings: Settings, has_proc: bool, zygotes: _Zygotes) -> _Supervisor:
+    """Fork a supervisor, in a process group of its own, where its inits will be too."""
     ours, theirs = socket.socketpair()
-    pid = fork_into(-1, own)
+    pid = os.fork()
     if pid:
+        os.setpgid(pid, pid)
         theirs.close()
         return _Supervisor(pid, ours)
     try:
-        zygote = os.dup(zygote)
-        os.dup2(theirs.fileno(), KEEPER_FD)
-        os.dup2(zygote, ZYGOTE_FD)
-        os.closerange(ZYGOTE_FD + 1, 1 << 20)
-        supervise(settings, has_proc)
+        fds = [fcntl.fcntl(end, fcntl.F_DUPFD, 100) for end in (theirs, zygotes.bare, zygotes.warm)]
+        for fd, target in zip(fds, (KEEPER_FD, BARE_FD, WARM_FD), strict=True):
+            os.dup2(fd, target)
+        os.closerange(WARM_FD + 1, 1 << 20)
+        supervise(settings, has_proc, zygotes.warm_names)
     finally:
         os._exit(1)
+
+
+def _end(supervisor: _Supervisor) -> None:
+    """Kill a supervisor, and the init that one killed before may have left, and wait for them."""
+    os.killpg(supervisor.pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-supervisor.pid, 0)
 
 
 def _serve(
     control: socket.socket,
     settings: Settings,
     has_proc: bool,
-    zygote: socket.socket,
+    zygotes: _Zygotes,
     supervisors: dict[int, _Supervisor],
 ) -> None:
-    """Give each connection that arrives to a supervisor, until the trainer closes its end or the zygote dies.
+    """Give each connection that arrives to a supervisor, until the trainer closes its end or a zygote dies.
 
     ``supervisors``, by the descriptor of our socket to each, is kept up to date for the caller.
     """
-    own = os.pidfd_open(os.getpid()) if settings.isolate else -1
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    poll.register(zygote, 0)  # hang-up is always reported
+    for zygote in {zygotes.bare, zygotes.warm}:
+        poll.register(zygote, 0)  # hang-up is always reported
     idle: list[_Supervisor] = []
     deadlines: dict[_Supervisor, float] = {}  # of those at work
     budget = settings.timeout_seconds + _KILL_GRACE_SECONDS
@@ -80,10 +128,10 @@ def _serve(
         now = time.monotonic()
         for supervisor, limit in deadlines.items():
             if limit <= now:
-                os.kill(supervisor.pid, signal.SIGKILL)
+                os.killpg(supervisor.pid, signal.SIGKILL)
         wait = min((max(limit - now, 0.05) for limit in deadlines.values()), default=60.0)
         ready = {fd for fd, _ in poll.poll(wait * 1000)}
-        if zygote.fileno() in ready:
+        if ready & {zygotes.bare.fileno(), zygotes.warm.fileno()}:
             return
         for fd in ready & supervisors.keys():
             supervisor = supervisors[fd]
@@ -97,7 +145,7 @@ def _serve(
             poll.unregister(fd)
             del supervisors[fd]
             supervisor.socket.close()
-            os.waitpid(supervisor.pid, 0)
+            _end(supervisor)
             if supervisor in idle:
                 idle.remove(supervisor)
         if control.fileno() not in ready:
@@ -112,7 +160,7 @@ def _serve(
             if idle:
                 supervisor = idle.pop()
             else:
-                supervisor = _fork_supervisor(settings, has_proc, zygote.fileno(), own)
+                supervisor = _fork_supervisor(settings, has_proc, zygotes)
                 supervisors[supervisor.socket.fileno()] = supervisor
                 poll.register(supervisor.socket, select.POLLIN)
             deadlines[supervisor] = time.monotonic() + budget
@@ -136,7 +184,7 @@ def _keep(control: socket.socket, settings: Settings) -> None:
             socket.sethostname("sandbox")
             unprivileged = linux.become_unprivileged()
             linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-            linux.prctl(linux.PR_SET_DUMPABLE, 1)  # the zygote's workers join our supervisors' namespaces
+            linux.prctl(linux.PR_SET_DUMPABLE, 1)  # becoming another user has made our /proc files root's
             parts = ["user+pid+mount+net+ipc+uts+cgroup namespaces", "read-only root", "private tmpfs /tmp"]
             parts += ["no capabilities", "no-new-privs", "rlimits"]
             parts += ["seccomp filter" if linux.seccomp_program() else "no seccomp filter on this machine type"]
@@ -150,16 +198,7 @@ def _keep(control: socket.socket, settings: Settings) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         step = f"importing {', '.join(settings.preload)}"
-        ours, theirs = socket.socketpair()
-        zygote_pid = os.fork()
-        if zygote_pid == 0:
-            control.close()
-            ours.close()
-            _become_zygote(theirs, settings)
-        theirs.close()
-        reply = ours.recv(65536)
-        if reply != b"ready":
-            raise SystemError(reply.decode() or "the zygote died")
+        zygotes = _start_zygotes(control, settings, has_proc)
     except BaseException as error:
         text = str(error) if isinstance(error, SystemError) else f"{type(error).__name__}: {error}"
         control.sendall(json.dumps({"failed": step, "error": text}).encode() + b"\n")
@@ -171,21 +210,15 @@ def _keep(control: socket.socket, settings: Settings) -> None:
     gc.freeze()  # keeps the collector from touching, and so copying, every inherited page
     control.sendall(json.dumps({"isolation": ", ".join(parts)}).encode() + b"\n")
     supervisors: dict[int, _Supervisor] = {}
-    _serve(control, settings, has_proc, ours, supervisors)
-    for pid in (zygote_pid, *(supervisor.pid for supervisor in supervisors.values())):
+    _serve(control, settings, has_proc, zygotes, supervisors)
+    for pid in zygotes.pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for supervisor in supervisors.values():
+        _end(supervisor)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
-
-
-def _become_zygote(requests: socket.socket, settings: Settings) -> NoReturn:
-    """Become the zygote."""
-    try:
-        sandbox_worker.serve(requests, settings)
-    finally:
-        os._exit(1)
 
 
 def main(control_fd: int) -> None:
@@ -202,7 +235,7 @@ def main(control_fd: int) -> None:
         _keep(control, settings)
         os._exit(0)
     try:
-        linux.enter_user_namespace(PRIVATE_NAMESPACES | linux.CLONE_NEWPID)
+        linux.enter_user_namespace(linux.PRIVATE_NAMESPACES | linux.CLONE_NEWPID)
     except OSError as error:
         control.sendall(json.dumps({"failed": "creating namespaces", "error": str(error)}).encode() + b"\n")
         return

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import platform
+import signal
 import struct
 
 CLONE_NEWNS = 0x00020000
@@ -23,6 +24,8 @@ CLONE_NEWNET = 0x40000000
 _ALL_NAMESPACES = (
     CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
 )
+PRIVATE_NAMESPACES = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP  # by unshare
+_CLONE_VM = 0x00000100
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
@@ -57,6 +60,19 @@ def unshare(flags: int) -> None:
 def setns(fd: int, flags: int) -> None:
     """Enter the namespaces ``flags`` of the process or namespace that ``fd`` refers to."""
     _check(_libc.setns(fd, ctypes.c_int(flags)), f"setns({flags:#x})")
+
+
+def start_init(stack: ctypes.Array[ctypes.c_char]) -> int:
+    """Start a process that sleeps until it is killed, as pid 1 of a new pid namespace; returns its pid.
+
+    It shares this process's memory (nothing is copied: far cheaper than a fork), runs libc's ``pause`` on ``stack``,
+    and keeps copies of the descriptors that are open now. If this process ignores SIGCHLD, so does the new one, and the
+    kernel reaps the orphans that come to it. It must have ended before ``stack`` is used again.
+    """
+    top = (ctypes.addressof(stack) + len(stack)) & ~15
+    flags = CLONE_NEWPID | _CLONE_VM | signal.SIGCHLD
+    pause = ctypes.cast(_libc.pause, ctypes.c_void_p)
+    return _check(_libc.clone(pause, ctypes.c_void_p(top), ctypes.c_int(flags), None), "clone(CLONE_NEWPID)")
 
 
 def prctl(option: int, value: int) -> None:
@@ -308,8 +324,7 @@ def mount_private_proc(*, has_proc: bool) -> None:
 
 
 def mount_private_tmp(size: int) -> None:
-    """Put an empty /tmp of ``size`` bytes in the place of the one before, if there was one."""
-    _libc.umount2(b"/tmp", _MNT_DETACH)  # fails the first time
+    """Mount an empty /tmp of ``size`` bytes."""
     mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=16384,mode=1777")
     for kept, prefix in _HIDDEN_BY_TMP.items():
         _bind(kept, prefix)

@@ -97,16 +97,13 @@ class Record:
 
 
 def fork_into(pid_namespace: int, own: int) -> int:
-    """Fork a child that starts in another pid namespace: the one of pidfd ``pid_namespace``, or a new one if it is -1.
+    """Fork a child that starts in another pid namespace, the one that the descriptor ``pid_namespace`` refers to.
 
     ``own`` is a pidfd of this process, to come back to its own namespace for later children; -1: no isolation.
     """
     if own < 0:
         return os.fork()
-    if pid_namespace < 0:
-        linux.unshare(linux.CLONE_NEWPID)  # for the next child, not for us
-    else:
-        linux.setns(pid_namespace, linux.CLONE_NEWPID)
+    linux.setns(pid_namespace, linux.CLONE_NEWPID)  # for the next child, not for us
     pid = -1
     try:
         pid = os.fork()

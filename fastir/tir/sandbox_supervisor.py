@@ -1,4 +1,4 @@
-"""The supervisor: pid 1 of an execution's namespaces. Reads the output, enforces the limits, writes the result.
+"""The supervisor of an execution, outside its namespaces: reads the output, enforces limits, writes the result.
 
 See ``sandbox_child`` for its place among the processes of the sandbox.
 """
@@ -6,6 +6,7 @@ See ``sandbox_child`` for its place among the processes of the sandbox.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import shutil
@@ -22,10 +23,6 @@ from fastir.tir.sandbox_record import FINISHED, OUT_OF_MEMORY, RAISED, SETUP, Re
 if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
 
-    PRIVATE_NAMESPACES = (
-        linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
-    )
-
 # Result frame: status, seconds, then the lengths of stdout, stderr, error, traceback, answer (-1: None), then those.
 RESULT_HEADER = struct.Struct("<Bd5i")
 STATUSES = ("ok", "error", "timeout", "memory", "output", "crashed", "infrastructure")
@@ -33,8 +30,7 @@ STARTED = b"S"  # the supervisor's first byte: from here on the time limit count
 CODE_HEADER = struct.Struct("<I")
 _POLL_SECONDS = 0.02  # how often memory and process counts are looked at
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-KEEPER_FD, ZYGOTE_FD = 3, 4  # a supervisor's sockets: to the keeper, and for requests to the zygote
-_EXECUTIONS_PER_SUPERVISOR = 256
+KEEPER_FD, BARE_FD, WARM_FD = 3, 4, 5  # a supervisor's sockets: to the keeper, and for requests to the two zygotes
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -56,12 +52,14 @@ def _read_exactly(fd: int, count: int) -> bytes:
 class _Usage:
     """Looks at what all processes of one execution use together, which rlimits, being per process, do not bound."""
 
-    def __init__(self, settings: Settings, base_bytes: int, base_resident: int) -> None:
-        self._settings, self._base, self._base_resident = settings, base_bytes, base_resident
+    def __init__(self, settings: Settings, proc: int, base_bytes: int, base_resident: int) -> None:
+        """``proc``: a descriptor of the execution's own /proc."""
+        self._settings, self._proc = settings, proc
+        self._base, self._base_resident = base_bytes, base_resident
 
     def over_limit(self) -> str:
         """ "memory" or "processes" when a limit is passed, otherwise ""."""
-        pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        pids = [name for name in os.listdir(self._proc) if name.isdigit() and name != "1"]
         if len(pids) > self._settings.processes + 1:
             return "processes"
         virtual = 0
@@ -82,7 +80,11 @@ class _Usage:
             bytes, int
         ] = {}  # inode of anonymous shared memory -> bytes; counted even where no page is mapped in
         for pid in pids:
-            for line in self._read(pid, "smaps_rollup").splitlines():
+            rollup = self._read(pid, "smaps_rollup")
+            if not rollup:  # it has ended, or refuses to be looked at: then shared pages count too
+                fields = self._read(pid, "statm").split()
+                used += max(0, int(fields[1]) * _PAGE_BYTES - self._base_resident) if fields else 0
+            for line in rollup.splitlines():
                 if line.startswith(b"Pss_Anon:"):
                     used += int(line.split()[1]) << 10
             for line in self._read(pid, "maps").splitlines():
@@ -92,29 +94,39 @@ class _Usage:
                     shared[inode] = max(shared.get(inode, 0), int(end, 16) - int(start, 16))
         return used + sum(shared.values())
 
-    @staticmethod
-    def _read(pid: str, name: str) -> bytes:
+    def _read(self, pid: str, name: str) -> bytes:
         try:
-            with open(f"/proc/{pid}/{name}", "rb") as file:
+            with open(os.open(f"{pid}/{name}", os.O_RDONLY, dir_fd=self._proc), "rb") as file:
                 return file.read()
-        except OSError:  # it has just ended
+        except OSError:  # it has just ended, or may not be looked at
             return b""
 
 
-def _kill_everything(settings: Settings, worker: int, status_fd: int, known: int | None) -> None:
-    """Kill and reap all processes of this execution; returns when the last is gone.
+class _PidNamespace:
+    """A new pid namespace, whose pid 1 does nothing. ``fd`` refers to it, for ``setns``."""
 
-    ``worker`` is the zygote's child, not ours: that it is gone is told through ``status_fd``, unless its wait status is
-    ``known`` already.
-    """
-    kill, target = (os.kill, -1) if settings.isolate else (os.killpg, worker)
-    with contextlib.suppress(OSError):
-        kill(target, signal.SIGKILL)  # -1 as pid 1: everything in this pid namespace but ourselves
-    if known is None:
-        os.read(status_fd, 4)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
+    _stack = ctypes.create_string_buffer(1 << 14)
+
+    def __init__(self, *, has_proc: bool) -> None:
+        self._init = linux.start_init(self._stack)
+        try:
+            if has_proc:  # this takes the rights of a debugger, which nobody may have once code runs in there
+                linux.prctl(linux.PR_SET_DUMPABLE, 1)
+                self.fd = os.open(f"/proc/{self._init}/ns/pid", os.O_RDONLY)
+                linux.prctl(linux.PR_SET_DUMPABLE, 0)
+            else:  # we stay open to debuggers, who would need /proc (or system calls that seccomp denies)
+                self.fd = os.pidfd_open(self._init)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """Kill all that is inside, however daemonised or signal-proof; returns when the last process is gone."""
+        if self._init:
+            os.kill(self._init, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # we ignore SIGCHLD, so this always fails, but at its end
+                os.waitpid(self._init, 0)
+            self._init = 0
 
 
 class _Output:
@@ -171,9 +183,6 @@ def _watch(
             reason = usage.over_limit() if usage else ""
             if reason:
                 return reason, None, now - begin
-            if settings.isolate:
-                while _reap()[0]:  # orphans come to us: unreaped, they would count as processes
-                    pass
             next_look = time.monotonic() + _POLL_SECONDS
         wait = max(0.0, min(deadline, next_look) - time.monotonic())
         ready = {fd for fd, _ in poll.poll(wait * 1000 + 0.5)}
@@ -188,13 +197,6 @@ def _watch(
             seconds = time.monotonic() - begin
             status = os.read(status_fd, 4)
             return ("", int.from_bytes(status, "little"), seconds) if status else ("cancelled", 0, seconds)
-
-
-def _reap() -> tuple[int, int]:
-    try:
-        return os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return 0, 0
 
 
 def _judge(reason: str, wait_status: int | None, record: Record, settings: Settings) -> tuple[str, bytes]:
@@ -228,94 +230,83 @@ def frame(status: str, seconds: float, *texts: bytes | None) -> bytes:
     return RESULT_HEADER.pack(STATUSES.index(status), seconds, *lengths) + b"".join(text or b"" for text in texts)
 
 
-def supervise(settings: Settings, has_proc: bool) -> NoReturn:
-    """Body of a supervisor: executions one after another, as long as the namespaces are as good as new.
+def supervise(settings: Settings, has_proc: bool, warm_names: list[bytes]) -> NoReturn:
+    """Body of a supervisor: one execution after another, each in namespaces of its own.
 
-    Making namespaces costs more than most scripts, so a supervisor whose execution ended well takes the next one: with
-    a new /tmp, after every process has been reaped, and with a worker in a new user namespace. The system calls that
-    could leave something else behind (System V and POSIX queues, semaphores, shared memory) are denied by seccomp.
-    After a time-out, a crash or any limit the supervisor ends and takes its namespaces with it.
+    The supervisor itself stays outside them, where the code cannot see it. Code that mentions one of ``warm_names`` is
+    for the warm zygote, other code for the bare one.
     """
-    if settings.isolate:
-        linux.unshare(PRIVATE_NAMESPACES)
-        linux.mount_private_proc(has_proc=has_proc)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what ``start_init`` starts inherits this
     with socket.socket(fileno=KEEPER_FD) as keeper:
-        for number in range(_EXECUTIONS_PER_SUPERVISOR):
+        while True:
             _, fds, _, _ = socket.recv_fds(keeper, 1, 1)
             if not fds:
                 os._exit(0)
             connection = fds[0]
+            namespace = None
             try:
-                reusable = _execute(connection, settings, has_proc)
+                namespace = _PidNamespace(has_proc=has_proc) if settings.isolate else None
+                _execute(connection, settings, namespace, warm_names)
             except (BrokenPipeError, ConnectionResetError, EOFError):
-                os._exit(0)  # the trainer has hung up
+                pass  # the trainer has hung up
             except BaseException as error:
                 text = f"{type(error).__name__}: {error}".encode()
                 with contextlib.suppress(OSError):
                     write_all(connection, frame("infrastructure", 0.0, b"", b"", text, b"", None))
                 os._exit(1)
-            os.close(connection)
-            if not reusable or number == _EXECUTIONS_PER_SUPERVISOR - 1:
-                os._exit(0)
+            finally:
+                if namespace:
+                    namespace.kill()
+            os.closerange(WARM_FD + 1, 256)
             keeper.send(b"i")
-    os._exit(0)
 
 
-def _execute(connection: int, settings: Settings, has_proc: bool) -> bool:
-    """One execution, from reading the code to writing the result; whether the supervisor may be used again."""
-    directory = ""
-    if settings.isolate:
-        linux.mount_private_tmp(settings.tmp_bytes)
-    else:
-        directory = tempfile.mkdtemp(dir=settings.scratch)
+def _execute(connection: int, settings: Settings, namespace: _PidNamespace | None, warm_names: list[bytes]) -> None:
+    """One execution, from reading the code to writing the result; the caller closes the descriptors it leaves."""
+    directory = "" if namespace else tempfile.mkdtemp(dir=settings.scratch)
     (length,) = CODE_HEADER.unpack(_read_exactly(connection, CODE_HEADER.size))
     code = _read_exactly(connection, length)
     record_fd = os.memfd_create("record") if hasattr(os, "memfd_create") else _unlinked_file(settings.scratch)
     record = Record.create(record_fd, directory, code)
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
-    setup_read, setup_write = os.pipe()
+    setup, setup_theirs = socket.socketpair()
     status_read, status_write = os.pipe()
-    handed_over = [out_write, err_write, setup_write, status_write, record_fd]
-    if settings.isolate:
-        handed_over.append(os.pidfd_open(1))
-    zygote = socket.socket(fileno=ZYGOTE_FD)
-    socket.send_fds(zygote, [b"W"], handed_over)
+    handed_over = [out_write, err_write, setup_theirs.detach(), status_write, record_fd]
+    zygote = socket.socket(fileno=WARM_FD if any(name in code for name in warm_names) else BARE_FD)
+    socket.send_fds(zygote, [b"W"], handed_over + ([namespace.fd] if namespace else []))
     zygote.detach()
     for fd in handed_over:
         os.close(fd)
-    setup = os.read(setup_read, 4096)
-    if sys.platform == "linux":  # not before: the worker joins our namespaces with the rights of a debugger
-        linux.prctl(linux.PR_SET_DUMPABLE, 0)
-    os.close(setup_read)
-    if setup[:1] != b"+":
-        raise RuntimeError(f"the worker could not be set up: {setup.decode() or 'the zygote failed'}")
-    worker, virtual, resident = SETUP.unpack(setup[1:])
+    report, proc, _, _ = socket.recv_fds(setup, 4096, 1)
+    setup.close()
+    if report[:1] != b"+":
+        raise RuntimeError(f"the worker could not be set up: {report.decode() or 'the zygote failed'}")
+    worker, virtual, resident = SETUP.unpack(report[1:])
     write_all(connection, STARTED)
     output = _Output(settings.output_bytes)
     output.add(out_read)
     output.add(err_read)
-    usage = _Usage(settings, virtual, resident) if settings.isolate and has_proc else None
+    usage = _Usage(settings, proc[0], virtual, resident) if proc else None
     reason, wait_status, seconds = _watch(connection, settings, status_read, output, usage)
-    _kill_everything(settings, worker, status_read, wait_status)
+    if namespace:
+        namespace.kill()
+    else:
+        with contextlib.suppress(OSError):
+            os.killpg(worker, signal.SIGKILL)
+    if wait_status is None:  # the worker is the zygote's child, not ours
+        os.read(status_read, 4)
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
-    if reason == "cancelled":
-        return False
-    output.drain()
-    if not reason and out_read in output.overflowed:
-        reason = "output"
-    status, explanation = _judge(reason, wait_status, record, settings)
-    stdout, stderr = bytes(output.kept[out_read]), bytes(output.kept[err_read])
-    error, trace = (explanation, b"") if explanation else (record.error(), record.trace())
-    write_all(connection, frame(status, seconds, stdout, stderr, error, trace, record.answer()))
-    for fd in (out_read, err_read, status_read):
-        os.close(fd)
+    if reason != "cancelled":
+        output.drain()
+        if not reason and out_read in output.overflowed:
+            reason = "output"
+        status, explanation = _judge(reason, wait_status, record, settings)
+        stdout, stderr = bytes(output.kept[out_read]), bytes(output.kept[err_read])
+        error, trace = (explanation, b"") if explanation else (record.error(), record.trace())
+        write_all(connection, frame(status, seconds, stdout, stderr, error, trace, record.answer()))
     record.close()
-    if settings.isolate:
-        linux.prctl(linux.PR_SET_DUMPABLE, 1)
-    alone = not has_proc or [name for name in os.listdir("/proc") if name.isdigit()] == ["1"]
-    return status in ("ok", "error") and alone
 
 
 def _unlinked_file(directory: str) -> int:

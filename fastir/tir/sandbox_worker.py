@@ -1,4 +1,4 @@
-"""The zygote, and the workers it forks: a worker applies the limits to itself, executes the code, records the outcome.
+"""The zygotes, and the workers it forks: a worker applies the limits to itself, executes the code, records the outcome.
 
 A worker holds three descriptors: /dev/null and the write ends of two pipes. Its outcome and ``final_answer`` travel in
 anonymous shared memory, so nothing that is printed, or written to or closed as a descriptor, can be taken for them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import fcntl
 import gc
 import importlib
 import io
@@ -33,7 +34,24 @@ if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
 
 _CODE_NAME = "<code>"
+# Of the standard library: what scripts like to import, and the bare zygote therefore has.
+_COMMON = (
+    *(
+        "bisect",
+        "cmath",
+        "collections",
+        "copy",
+        "dataclasses",
+        "datetime",
+        "decimal",
+        "fractions",
+        "functools",
+        "heapq",
+    ),
+    *("itertools", "json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "time", "typing"),
+)
 _SPARE_BYTES = 32 << 20  # above the memory limit, to write down the MemoryError
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -165,31 +183,27 @@ def _confine(settings: Settings, base_bytes: int, seccomp: bytes | None) -> None
             linux.install_seccomp(seccomp)
 
 
-def _become_worker(settings: Settings, fds: list[int], seccomp: bytes | None) -> NoReturn:
-    """Turn a fresh fork of the zygote into a worker: namespaces, descriptors, limits, streams, seed; then run the code.
+def _become_worker(settings: Settings, has_proc: bool, fds: list[int], seccomp: bytes | None) -> NoReturn:
+    """Turn a fresh fork of a zygote into a worker: namespaces, descriptors, limits, streams, seed; then run the code.
 
-    ``fds`` are stdout, stderr, the pipe to report the setup on, the pipe for the wait status (the zygote's affair), the
-    record, and with isolation a pidfd of the supervisor. All but the first two are closed before the code runs.
+    ``fds`` are stdout, stderr, the socket to report the setup on, the pipe for the wait status (the zygote's affair),
+    the record, and with isolation the pid namespace. All but the first two are closed before the code runs.
     """
-    os.dup2(fds[2], 9)
+    out, err, report = (fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds[:3])  # clear of those that are set below
+    setup = socket.socket(fileno=report)
     try:
         record = Record(fds[4])
         if settings.isolate:
-            linux.setns(
-                fds[5],
-                linux.CLONE_NEWNS
-                | linux.CLONE_NEWNET
-                | linux.CLONE_NEWIPC
-                | linux.CLONE_NEWUTS
-                | linux.CLONE_NEWCGROUP,
-            )
+            linux.unshare(linux.PRIVATE_NAMESPACES)
+            linux.mount_private_proc(has_proc=has_proc)
+            linux.mount_private_tmp(settings.tmp_bytes)
         os.chdir(record.directory() or "/tmp")
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
-        for source, target in ((fds[0], 1), (fds[1], 2), (null, 0)):
+        for source, target in ((out, 1), (err, 2), (null, 0)):
             os.dup2(source, target)
-        os.closerange(3, 9)
-        os.closerange(10, 1 << 20)
+        os.closerange(3, report)
+        os.closerange(report + 1, 1 << 20)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -198,11 +212,14 @@ def _become_worker(settings: Settings, fds: list[int], seccomp: bytes | None) ->
         _open_standard_streams()
         random.seed(0)  # forking has reseeded it from the system
         code = record.code()
-        os.write(9, b"+" + SETUP.pack(os.getpid(), virtual, resident))
+        look = [os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)] if settings.isolate and has_proc else []
+        socket.send_fds(setup, [b"+" + SETUP.pack(os.getpid(), virtual, resident)], look)
     except BaseException as error:
-        os.write(9, f"{type(error).__name__}: {error}".encode())
+        setup.sendall(f"{type(error).__name__}: {error}".encode())
         os._exit(1)
-    os.close(9)
+    setup.close()
+    for fd in look:
+        os.close(fd)
     _run_code(code, record)
 
 
@@ -221,8 +238,8 @@ def _own_memory() -> tuple[int, int]:
 
 def _preload(names: list[str]) -> None:
     """Import what the code will want and touch what it loads lazily, so that executions inherit it."""
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
-    for name in names:
+    os.environ.update(_ONE_THREAD)
+    for name in (*_COMMON, *names):
         importlib.import_module(name)
     if "numpy" in names:
         numpy: Any = sys.modules["numpy"]
@@ -240,10 +257,15 @@ def _preload(names: list[str]) -> None:
         str(sympy.simplify(sympy.sqrt(8) + x))
         sympy.core.random.seed(0)
     os.environ.clear()
+    for variable, value in _ONE_THREAD.items():
+        os.putenv(variable, value)  # not in os.environ, but seen by libraries that the code loads
 
 
-def serve(requests: socket.socket, settings: Settings) -> None:
-    """The zygote: import, say so, then fork a worker for each supervisor that asks and tell it how that ended."""
+def serve(requests: socket.socket, settings: Settings, has_proc: bool) -> None:
+    """A zygote: import, say so, then fork a worker for each supervisor that asks and tell it how that ended.
+
+    The first message is "ready" and the names of the modules outside the standard library that are loaded.
+    """
     try:
         if sys.platform == "linux":
             linux.limit_malloc_arenas()
@@ -273,7 +295,9 @@ def serve(requests: socket.socket, settings: Settings) -> None:
     gc.freeze()  # keeps the collector from touching, and so copying, every inherited page
     if settings.isolate and os.path.exists("/proc/self/maps"):
         linux.collapse_to_huge_pages()
-    requests.sendall(b"ready")
+    loaded = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+    names = sorted(name for name in loaded if not name.startswith("_") or name in settings.preload)
+    requests.sendall(" ".join(("ready", *names)).encode())
     while True:
         ready = {fd for fd, _ in poll.poll()}
         if wake_read in ready:
@@ -300,7 +324,7 @@ def serve(requests: socket.socket, settings: Settings) -> None:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _become_worker(settings, fds, seccomp)
+                _become_worker(settings, has_proc, fds, seccomp)
             status_pipes[pid] = fds[3]
         for fd in (*fds[:3], *fds[4:]):
             os.close(fd)

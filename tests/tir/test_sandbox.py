@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import os
@@ -171,6 +172,63 @@ async def test_executions_agree_and_do_not_share_state(sandbox: Sandbox) -> None
         assert (await other.run(random)).stdout == first.stdout
 
 
+_LOADED = "import sys; print(sorted({'nu' + 'mpy', 'sym' + 'py', 'mpm' + 'ath'} & set(sys.modules)))"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_preloaded_modules_are_there_for_code_that_mentions_them(sandbox: Sandbox) -> None:
+    everything = "['mpmath', 'numpy', 'sympy']\n"
+    assert (await sandbox.run(_LOADED)).stdout == "[]\n"
+    for mention in ("import sympy", "from numpy import *", "import mpmath", "'numpy'", "# sympy"):
+        assert (await sandbox.run(f"{_LOADED}\n{mention}")).stdout == everything
+    fast = await sandbox.run(
+        "import time; t = time.process_time(); import sympy; print(time.process_time() - t < 0.05)"
+    )
+    assert fast.stdout == "True\n"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_modules_that_are_not_mentioned_can_be_imported(sandbox: Sandbox) -> None:
+    result = await sandbox.run("import importlib; print(importlib.import_module('nu' + 'mpy').arange(3).sum())")
+    assert (result.status, result.stdout) == ("ok", "3\n"), result
+    standard = await sandbox.run(
+        "import fractions, statistics, decimal, os; print(fractions.Fraction(6, 4), os.getpid())"
+    )
+    assert standard.stdout == "3/2 2\n"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_both_interpreters_behave_alike(sandbox: Sandbox) -> None:
+    code = (
+        "import random, os, sys\nprint(random.random(), [hash(s) for s in 'abc'], os.getcwd(), sys.argv, dict(os.environ))\n"
+        "print(open('/proc/self/cmdline').read(), sorted(os.listdir('/proc/self/fd')))\nfinal_answer(sys.path)"
+    )
+    bare, warm = await sandbox.run(code), await sandbox.run(code + "  # numpy")
+    assert bare.status == "ok", bare
+    assert (bare.stdout, bare.answer) == (warm.stdout, warm.answer)
+    for mention in ("", "numpy"):
+        for ending, status in [("bytearray(200 << 20)", "memory"), ("import os; os.abort()", "crashed")]:
+            assert (await sandbox.run(f"'{mention}'\n{ending}")).status == status
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("ending", ["", "1/0"])
+async def test_every_execution_has_its_own_namespaces(sandbox: Sandbox, ending: str) -> None:
+    async def namespaces(mention: str) -> dict[str, str]:
+        names = "('pid', 'mnt', 'net', 'ipc', 'uts', 'cgroup', 'user')"
+        code = f"import os\nprint({{n: os.readlink('/proc/self/ns/' + n) for n in {names}}}, flush=True)  # {mention}\n"
+        # Alive together, since the kernel gives a number that is free again to the next.
+        result = await sandbox.run(code + "import time; time.sleep(0.4)\n" + ending)
+        return dict(ast.literal_eval(result.stdout))
+
+    ours = {name: os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")}
+    seen = await asyncio.gather(namespaces(""), namespaces("numpy"))
+    for name in seen[0]:
+        assert len({seen[0][name], seen[1][name], ours[name]}) == 3, name
+    state = "import os; print(os.path.exists('/tmp/x')); open('/tmp/x', 'w'); print(os.getpid(), os.listdir('/proc').count('1'))"
+    assert [(await sandbox.run(f"{state}\n{ending}")).stdout for _ in range(2)] == ["False\n2 1\n"] * 2
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_two_hundred_at_once(sandbox: Sandbox) -> None:
     results = await asyncio.gather(*(sandbox.run(f"print({i}); final_answer({i} * 2)") for i in range(200)))
@@ -193,7 +251,7 @@ async def test_cancellation_kills_the_execution() -> None:
             await task
         assert (await asyncio.wait_for(sandbox.run("print(1)"), 5)).stdout == "1\n"
         assert sandbox.stats.cancelled == 1
-        await _until(lambda: len(_processes(sandbox)) <= 4)  # launcher, keeper, zygote, idle supervisor
+        await _until(lambda: len(_processes(sandbox)) <= 5)  # launcher, keeper, zygote, idle supervisors
 
 
 async def test_a_dead_zygote_is_replaced() -> None:
@@ -208,6 +266,20 @@ async def test_a_dead_zygote_is_replaced() -> None:
         _kill_all(sandbox)
         assert (await running).stdout == "again\n"
         assert sandbox.stats.zygote_restarts == 2
+
+
+async def test_a_lost_supervisor_takes_its_execution_with_it() -> None:
+    async with Sandbox(SandboxConfig(workers=1, preload=(), timeout_seconds=2)) as sandbox:
+        busy = asyncio.create_task(sandbox.run("import time; time.sleep(60)"))
+        await asyncio.sleep(0.3)
+        launcher = _processes(sandbox)[0]
+        keeper = _children(launcher)[0]
+        for pid in _children(keeper)[1:]:  # all but the zygote
+            os.kill(pid, signal.SIGKILL)
+        assert (await busy).status in ("timeout", "crashed")
+        await _until(lambda: len(_processes(sandbox)) <= 3)  # launcher, keeper, zygote
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+        assert sandbox.stats.zygote_restarts == 0
 
 
 async def test_every_waiting_run_survives_a_restart() -> None:
@@ -344,6 +416,10 @@ def _descendants(root: int) -> list[int]:
         frontier = [pid for pid, parent in parents.items() if parent in frontier]
         found += frontier
     return found
+
+
+def _children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def _processes(sandbox: Sandbox) -> list[int]:

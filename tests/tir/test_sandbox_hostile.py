@@ -95,6 +95,9 @@ async def _attack(sandbox: Sandbox, code: str) -> ExecResult:
         # anonymous shared memory that no living process has mapped pages of
         ("import mmap, os, time\nfor _ in range(8):\n  if os.fork() == 0:\n    m = mmap.mmap(-1, 60 << 20)\n"
          "    if os.fork() == 0:\n      m.write(b'x' * (60 << 20)); os._exit(0)\n    time.sleep(60)\ntime.sleep(60)", "memory"),
+        # memory in processes that do not let themselves be looked at
+        ("import ctypes, os, time\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nfor _ in range(8):\n  if os.fork() == 0:\n"
+         "    x = bytearray(os.urandom(1)) * (60 << 20); time.sleep(60)\ntime.sleep(60)", "memory"),
         ("while True: print('x' * 1000)", "output"),
         ("import os\nfor _ in range(1000): os.write(1, b'x' * 2 ** 20)", "output"),
         ("import sys\nwhile True: print('x' * 10 ** 6, file=sys.stderr)", "timeout"),
@@ -248,6 +251,13 @@ async def test_privileged_calls_are_refused(sandbox: Sandbox) -> None:
     )
     result = await _attack(sandbox, code)
     assert (result.status, result.stdout) == ("ok", "[]\n"), result
+
+
+async def test_pid_1_is_closed_from_the_first_moment(sandbox: Sandbox) -> None:
+    code = "import os\nfor f in ('mem', 'maps', 'environ'):\n  try: open('/proc/1/' + f, 'rb').read(1); print(f)\n  except OSError: pass\n"
+    for _ in range(10):
+        result = await sandbox.run(code)
+        assert (result.status, result.stdout) == ("ok", ""), result
 
 
 async def test_kills_everything_it_can_see(sandbox: Sandbox) -> None:
