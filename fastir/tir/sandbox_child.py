@@ -98,14 +98,6 @@ def _fork_supervisor(settings: Settings, has_proc: bool, zygotes: _Zygotes) -> _
         os._exit(1)
 
 
-def _end(supervisor: _Supervisor) -> None:
-    """Kill a supervisor, and the init that one killed before may have left, and wait for them."""
-    os.killpg(supervisor.pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-supervisor.pid, 0)
-
-
 def _serve(
     control: socket.socket,
     settings: Settings,
@@ -145,7 +137,11 @@ def _serve(
             poll.unregister(fd)
             del supervisors[fd]
             supervisor.socket.close()
-            _end(supervisor)
+            with contextlib.suppress(PermissionError):  # macOS, when all are dead
+                os.killpg(supervisor.pid, signal.SIGKILL)  # the init that it may have left
+            os.waitpid(supervisor.pid, 0)
+            with contextlib.suppress(ChildProcessError):  # not waited for: it ends after its worker has been reaped
+                os.waitpid(-supervisor.pid, os.WNOHANG)
             if supervisor in idle:
                 idle.remove(supervisor)
         if control.fileno() not in ready:
@@ -215,7 +211,7 @@ def _keep(control: socket.socket, settings: Settings) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for supervisor in supervisors.values():
-        _end(supervisor)
+        os.killpg(supervisor.pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)

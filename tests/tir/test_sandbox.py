@@ -307,6 +307,7 @@ sys.path.insert(0, {root!r})
 from fastir.tir.sandbox import Sandbox, SandboxConfig
 async def main():
     async with Sandbox(SandboxConfig(preload=(), timeout_seconds=60)) as sandbox:
+        print(sandbox._zygote._process.pid, flush=True)
         asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), 9)
         await sandbox.run("import os; os.execv('/bin/sleep', ['sleep', '{marker}'])")
 asyncio.run(main())
@@ -316,11 +317,23 @@ asyncio.run(main())
 async def test_everything_ends_when_the_trainer_is_killed() -> None:
     marker = f"{50 + time.time() % 1:.9f}"
     script = _ORPHAN.format(root=str(Path(__file__).parents[2]), marker=marker)
-    trainer = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
-    assert await trainer.wait() == -signal.SIGKILL
+    trainer = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
+    session, _ = await trainer.communicate()
+    assert trainer.returncode == -signal.SIGKILL
     await _until(
         lambda: not any(marker.encode() in _command_line(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
     )
+    await _until(lambda: not _living_in_session(int(session)))
+
+
+def _living_in_session(session: int) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(path.parent.name)
+    return found
 
 
 def _command_line(path: Path) -> bytes:
