@@ -87,6 +87,7 @@ class RolloutConfig(Section):
     group_size: Positive = Field(8, description="Sibling rollouts per problem.")
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature; log-probs are of logits / temperature.")
     batch_size: Positive = Field(128, description="Rollouts that the engine decodes at once.")
+    threads: NonNegative = Field(0, description="CPU threads of the engine; 0 takes run.threads. Fewer leave cores to the sandbox, which works while the engine samples.")
     share_executions: bool = Field(True, description="Identical code in the same turn of a batch runs once: executions are seeded alike, so only code that reads the clock could tell.")
     dynamic_sampling: bool = Field(False, description="Replace groups whose rewards are all equal by new problems (DAPO).")
     max_resample_rounds: Positive = Field(4, description="With dynamic_sampling, how often to draw replacements before the step goes on with what it has.")

@@ -112,26 +112,17 @@ class HFEngine:
     def _generate_batch(
         self, requests: Sequence[SampleRequest], temperature: float, finished: Callable[[int, Sample], None]
     ) -> None:
-        count = len(requests)
-        cache, new_tokens, positions = self._open(requests)
         limits = np.array([request.max_tokens for request in requests])
         if limits.min() < 1:
             raise ValueError("SampleRequest.max_tokens must be at least 1")
+        cache, hidden = self._read_contexts(requests)
         randoms = np.stack([uniforms(request.seed, int(limits.max())) for request in requests])  # (B, most tokens)
-        tokens = np.zeros((count, int(limits.max())), dtype=np.int32)
-        logprobs = np.zeros(tokens.shape, dtype=np.float32)
-        sampled = np.zeros(count, dtype=int)
-        active = np.arange(count)  # requests still in the cache's rows, in row order
-        alive = np.ones(count, dtype=bool)  # rows of the cache that still sample
-        device = cache.data.device
-        last = torch.tensor([len(row) - 1 for row in new_tokens], device=device)
-        width = max(len(row) for row in new_tokens)
-        token_ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in new_tokens], device=device)
+        tokens = np.zeros(randoms.shape, dtype=np.int32)
+        logprobs = np.zeros(randoms.shape, dtype=np.float32)
+        sampled = np.zeros(len(requests), dtype=int)
+        active = np.arange(len(requests))  # requests still in the cache's rows, in row order
+        alive = np.ones(len(requests), dtype=bool)  # rows of the cache that still sample
         while True:
-            cache.extend(positions)
-            body = self.model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False, plan=cache)
-            hidden = body.last_hidden_state[torch.arange(len(active), device=device), last]
-            cache.lengths = positions[torch.arange(len(active), device=device), last] + 1
             logits = self.model.get_output_embeddings()(hidden).float()
             if not bool(torch.isfinite(logits).all()):
                 raise FloatingPointError("HFEngine: non-finite logits; the weights are broken")
@@ -155,14 +146,41 @@ class HFEngine:
             if alive.mean() < _COMPACT_BELOW:
                 kept = np.flatnonzero(alive)
                 active, picks, alive = active[kept], picks[kept], alive[kept]
-                cache.keep(torch.from_numpy(kept).to(device))
-            token_ids = torch.from_numpy(picks).to(device)[:, None]
+                cache.keep(torch.from_numpy(kept).to(cache.data.device))
             # A finished row not yet dropped samples on into the void: keep it inside the buffer.
             positions = cache.lengths.clamp(max=cache.data.shape[-2] - 1)[:, None]
-            last = torch.zeros(len(active), dtype=torch.long, device=device)
+            hidden = self._forward(torch.from_numpy(picks).to(positions.device)[:, None], positions, cache)[:, 0]
+            cache.lengths = positions[:, 0] + 1
 
-    def _open(self, requests: Sequence[SampleRequest]) -> tuple[_Cache, list[np.ndarray], torch.Tensor]:
-        """A cache holding what is known of each context, the tokens it lacks, and their (B, L) positions."""
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: _Cache) -> torch.Tensor:
+        """(B, L) ids at their positions → (B, L, H) last hidden states; the cache takes their keys and values."""
+        cache.extend(positions)
+        body = self.model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False, plan=cache)
+        return body.last_hidden_state
+
+    def _read_contexts(self, requests: Sequence[SampleRequest]) -> tuple[_Cache, torch.Tensor]:
+        """A cache that holds every context, and the (B, H) hidden states after their last tokens.
+
+        Each distinct context is read once: siblings start from the same prompt.
+        """
+        places: dict[bytes, int] = {}
+        owner = [places.setdefault(request.token_ids.tobytes(), len(places)) for request in requests]
+        distinct = [requests[owner.index(place)] for place in range(len(places))]
+        room = max(len(request.token_ids) + request.max_tokens for request in requests)
+        cache, new_tokens, positions = self._open(distinct, room)
+        device = positions.device
+        padded = [[*row, *[0] * (positions.shape[1] - len(row))] for row in new_tokens]
+        hidden = self._forward(torch.tensor(padded, device=device), positions, cache)
+        rows = torch.arange(len(distinct), device=device)
+        last = torch.tensor([len(row) - 1 for row in new_tokens], device=device)
+        cache.lengths = positions[rows, last] + 1
+        expand = torch.tensor(owner, device=device)
+        hidden = hidden[rows, last][expand]
+        cache.keep(expand)
+        return cache, hidden
+
+    def _open(self, requests: Sequence[SampleRequest], room: int) -> tuple[_Cache, list[np.ndarray], torch.Tensor]:
+        """A cache for ``room`` tokens with what is kept of each context, the tokens it lacks, their (B, L) positions."""
         parameter = next(self.model.parameters())
         config = self.model.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -183,10 +201,8 @@ class HFEngine:
                 new_tokens.append(request.token_ids)
         longest = max(len(row) for row in new_tokens)
         # Padding of the first pass may write behind a row's context, so there must be room for it.
-        capacity = max(
-            len(r.token_ids) + max(r.max_tokens, longest - len(new))
-            for r, new in zip(requests, new_tokens, strict=True)
-        )
+        padded = max(len(r.token_ids) - len(new) + longest for r, new in zip(requests, new_tokens, strict=True))
+        capacity = max(room, padded)
         cache = _Cache(config.num_hidden_layers, len(requests), config.num_key_value_heads, capacity, width, parameter)
         starts = []
         for row, data in enumerate(kept):

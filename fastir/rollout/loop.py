@@ -107,6 +107,7 @@ async def rollout(
     groups: Sequence[int] | None = None,
     render: FeedbackRenderer = plain_feedback,
     share_executions: bool = True,
+    threads: int = 1,
     times: RolloutTimes | None = None,
 ) -> list[Trajectory]:
     """Roll out ``group_size`` siblings of each problem.
@@ -116,6 +117,7 @@ async def rollout(
         seed: address of this batch's randomness; group, sibling and turn are appended.
         groups: (problems,) number of each problem's group; by default its position.
         render: turns an execution into the text shown to the policy.
+        threads: CPU threads of the engine.
         share_executions: identical code in the same turn of the batch runs once.
 
     Returns:
@@ -128,8 +130,8 @@ async def rollout(
         prompt = turn_format.prompt(problem)
         for sibling in range(group_size):
             opened.append(_Open(problem, group, sibling, (*seed, group, sibling), prompt, [prompt], length=len(prompt)))
-    # torch's thread count is a property of each thread, so the engine's gets the caller's.
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as thread:
+    # How many cores torch uses is a property of the calling thread.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as thread:
         for start in range(0, len(opened), engine.batch_size):
             wave = opened[start : start + engine.batch_size]
             while active := [r for r in wave if r.finish is None]:

@@ -81,6 +81,7 @@ class Parts:
             groups=groups,
             render=self.render,
             share_executions=self.config.rollout.share_executions,
+            threads=self.config.rollout.threads or torch.get_num_threads(),
             times=times,
         )
         self.engine.forget()

@@ -81,6 +81,23 @@ def test_kept_prefix_changes_nothing(engine, tokenizer):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
+def test_siblings_with_one_context_are_read_once_and_sampled_apart(engine, tokenizer):
+    first = requests_of(tokenizer, 2)
+    siblings = [
+        SampleRequest((r.key[0], k), r.token_ids, r.max_tokens, (7, r.key[0], k)) for r in first for k in range(4)
+    ]
+    rows = []
+    forward = engine._forward
+    engine._forward = lambda ids, positions, cache: rows.append(len(ids)) or forward(ids, positions, cache)
+    together = generate(engine, siblings)
+    assert rows[0] == 2
+    assert rows[1] > 2
+    engine.forget()
+    for request, sample in zip(siblings, together, strict=True):
+        assert generate(engine, [request])[0].token_ids.tolist() == sample.token_ids.tolist()
+    assert len({tuple(s.token_ids.tolist()) for s in together}) > 2
+
+
 def test_a_prefix_that_does_not_match_is_not_used(engine, tokenizer):
     request = requests_of(tokenizer, 1)[0]
     generate(engine, [request], temperature=1.0)
