@@ -16,7 +16,7 @@ import torch
 from fastir.rollout.engine import Sample, SampleRequest, tensor_checksum, uniforms
 
 #: Finished rows are dropped from the batch once fewer than this share of its rows is still sampling.
-_COMPACT_BELOW = 0.8
+_COMPACT_BELOW = 0.7
 
 
 class _Cache:
@@ -180,7 +180,7 @@ class HFEngine:
         return cache, hidden
 
     def _open(self, requests: Sequence[SampleRequest], room: int) -> tuple[_Cache, list[np.ndarray], torch.Tensor]:
-        """A cache for ``room`` tokens with what is kept of each context, the tokens it lacks, their (B, L) positions."""
+        """A cache for ``room`` tokens with what is kept of each context, the tokens it lacks, and their positions."""
         parameter = next(self.model.parameters())
         config = self.model.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -86,9 +86,13 @@ class PackedAttention:
         rows_q, rows_k, rows_v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         outputs = []
         for gather in self._gathers:
-            q, k, v = (x[gather].transpose(1, 2) for x in (rows_q, rows_k, rows_v))  # (b, H, L, D)
+            # index_select, because its gradient is far cheaper than that of x[gather]
+            q, k, v = (
+                x.index_select(0, gather.flatten()).unflatten(0, gather.shape).transpose(1, 2)  # (b, H, L, D)
+                for x in (rows_q, rows_k, rows_v)
+            )
             attended = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))  # (b·L, H, D)
-        return torch.cat(outputs)[self._scatter].unsqueeze(0)
+        return torch.cat(outputs).index_select(0, self._scatter).unsqueeze(0)
