@@ -9,12 +9,26 @@ fp32 elsewhere; the weight gradient accumulates in fp32 over all chunks.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 CPU_PRODUCT_ROWS = 128
 CUDA_PRODUCT_ROWS = 1024
 BLOCK_COLUMNS = 4096  # of the vocabulary, widened to fp32 at a time
+
+
+def _as_given(function: Any) -> Any:
+    """function, out of reach of an autocast region, which would round the operands of its products to bf16."""
+
+    @functools.wraps(function)
+    def wrapped(first: Tensor, *rest: Any) -> Any:
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *rest)
+
+    return wrapped
 
 
 def gradient_dtype(x: Tensor) -> torch.dtype:
@@ -28,6 +42,7 @@ def _blocks(weight: Tensor) -> list[tuple[int, int]]:
     return [(a, min(a + step, len(weight))) for a in range(0, len(weight), step)]
 
 
+@_as_given
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
     """softcap * tanh((hidden weight^T + bias) / softcap) as (R, V) fp32; softcap 0 means none.
 
@@ -63,6 +78,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: 
     return logits
 
 
+@_as_given
 def hidden_gradient(dlogits: Tensor, weight: Tensor) -> Tensor:
     """dlogits (R, V) in `gradient_dtype` times weight (V, H) -> (R, H)."""
     if dlogits.dtype == weight.dtype:
@@ -73,6 +89,7 @@ def hidden_gradient(dlogits: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+@_as_given
 def add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
     """total (V, H) fp32 += dlogits^T hidden."""
     if dlogits.dtype == torch.float32:

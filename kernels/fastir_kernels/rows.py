@@ -107,6 +107,7 @@ def grad(
 
 
 @torch.no_grad()
+@torch.autocast("cpu", enabled=False)
 def _run(function: Any, *args: Tensor | None) -> Any:
     """function(*args), compiled where that pays. Every tensor has rows in dimension 0; the first one holds logits."""
     logits, out = args[0], args[-1]

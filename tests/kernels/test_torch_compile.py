@@ -85,6 +85,16 @@ def test_activation_checkpointing() -> None:
         assert torch.equal(a, b)
 
 
+def test_an_autocast_region_does_not_round_the_products() -> None:
+    p = problem()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rest = {k: v for k, v in p.items() if k != "hidden"}
+        loss = linear_policy_loss(p["hidden"] * 1.5, spec=SPECS["grpo"], cu_seqlens=CU, **rest).loss
+    loss.backward()
+    for a, b in zip((loss, p["hidden"].grad, p["weight"].grad), eager(SPECS["grpo"])):
+        assert torch.equal(a, b)
+
+
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
