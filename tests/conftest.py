@@ -26,7 +26,7 @@ def tokenizer(model_config):
     return load_tokenizer(model_config)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture
 def process_group():
     from fastir.training.model import init_distributed
 
@@ -34,7 +34,7 @@ def process_group():
 
 
 @pytest.fixture
-def policy(model_config):
+def policy(model_config, process_group):
     """A freshly loaded, sharded float32 policy."""
     from fastir.training.model import Policy, load_model, shard
 
