@@ -37,12 +37,12 @@ from fastir.tir.sandbox import ExecResult
 from fastir.training.trainer import RunStopped, train
 
 ARMS = ("mask", "drop", "off")
-STEPS = {"easy": 40, "telling": 30}
-LEARNING_RATES = {"easy": (1e-3, 3e-3, 1e-2), "telling": (5e-4, 1e-3, 2e-3)}
+STEPS = {"easy": 25, "telling": 24}
+LEARNING_RATES = {"easy": (1e-3, 4e-3), "telling": (5e-4, 1e-3, 2e-3)}
 OVERRIDES = {
-    "easy": ["run.steps=40"],
+    "easy": ["run.steps=25"],
     "telling": [
-        "run.steps=30",
+        "run.steps=24",
         "tir.max_turns=8",
         "tir.turn_tokens=48",
         "tir.feedback_tokens=96",
@@ -87,6 +87,7 @@ def run_one(spec: dict[str, Any], base: str) -> dict[str, Any]:
             "observe.tensorboard=false",
             "observe.trajectories=false",
             "observe.progress=off",
+            "run.threads=1",
         ]
         config = load_config("quickstart", overrides)
         stopped, summary = None, {}
