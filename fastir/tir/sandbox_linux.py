@@ -13,6 +13,8 @@ import os
 import platform
 import signal
 import struct
+from collections.abc import Callable
+from functools import partial
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -30,6 +32,7 @@ _CLONE_VM = 0x00000100
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
+_CAPABILITY_VERSION_3 = 0x20080522
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -42,6 +45,7 @@ PR_SET_NO_NEW_PRIVS = 38
 UNPRIVILEGED_ID = 65534  # the kernel's overflow id, "nobody": what the zygote becomes when started by root
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_fork = ctypes.PyDLL(None, use_errno=True).fork  # keeps the interpreter lock
 _MACHINE = platform.machine()
 
 
@@ -60,6 +64,15 @@ def unshare(flags: int) -> None:
 def setns(fd: int, flags: int) -> None:
     """Enter the namespaces ``flags`` of the process or namespace that ``fd`` refers to."""
     _check(_libc.setns(fd, ctypes.c_int(flags)), f"setns({flags:#x})")
+
+
+def fork() -> int:
+    """Fork without what Python does around ``os.fork``: that mends locks and state that other threads may have held.
+
+    For a process with one thread, which has nothing to mend. Each object that is looked at after a fork costs a copy of
+    its page. Functions given to ``os.register_at_fork`` are not called.
+    """
+    return _check(_fork(), "fork")
 
 
 def start_init(stack: ctypes.Array[ctypes.c_char]) -> int:
@@ -180,31 +193,79 @@ def become_unprivileged() -> bool:
         os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
     except OSError:
         return False
-    set_capabilities(effective=True)
+    _make_capabilities_effective()
     return True
 
 
-def set_capabilities(*, effective: bool) -> None:
-    """Make every permitted capability effective, or give up all capabilities for good."""
-    header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    if effective:
-        data = ctypes.create_string_buffer(24)
-        _check(_libc.capget(header, data), "capget")
-        _, low, _, _, high, _ = struct.unpack("<6I", data.raw)
-        _check(_libc.capset(header, struct.pack("<6I", low, low, 0, high, high, 0)), "capset")
-        return
-    _check(_libc.capset(header, bytes(24)), "capset")
+def _make_capabilities_effective() -> None:
+    header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)  # 0: this process
+    data = ctypes.create_string_buffer(24)
+    _check(_libc.capget(header, data), "capget")
+    _, low, _, _, high, _ = struct.unpack("<6I", data.raw)
+    _check(_libc.capset(header, struct.pack("<6I", low, low, 0, high, high, 0)), "capset")
 
 
-def enter_private_user_namespace(uid: int, gid: int) -> None:
-    """One more user namespace, so RLIMIT_NPROC counts this execution alone and its owner has no rights outside."""
-    outer_uid, outer_gid = os.geteuid(), os.getegid()
-    unshare(CLONE_NEWUSER)
-    prctl(PR_SET_DUMPABLE, 1)  # otherwise our own /proc files belong to root
-    if os.path.exists("/proc/self/uid_map"):
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/gid_map", f"{gid} {outer_gid} 1\n")
-        _write("/proc/self/uid_map", f"{uid} {outer_uid} 1\n")
+# ------------------------------------------------------------------------------------------------------------- workers
+
+
+class WorkerCalls:
+    """The system calls that isolate a worker, with arguments laid out by the zygote.
+
+    A worker, being a fresh fork, pays for everything that it looks at or allocates with the copy of a page.
+    """
+
+    def __init__(self, tmp_bytes: int, *, has_proc: bool) -> None:
+        flags = _MS_NOSUID | _MS_NODEV
+        proc = partial(_libc.mount, b"proc", b"/proc", b"proc", ctypes.c_ulong(flags | _MS_NOEXEC))
+        size = f"size={tmp_bytes},nr_inodes=16384,mode=1777".encode()
+        tmp = partial(_libc.mount, b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(flags), size)
+        self._enter: list[tuple[str, Callable[[], int], Callable[[], int]]] = []  # name, call, if that fails: another
+        unshare_private = partial(_libc.unshare, ctypes.c_int(PRIVATE_NAMESPACES))
+        self._enter.append(("unshare", unshare_private, unshare_private))
+        if has_proc:  # the own pid namespace, and nothing of the host that ``subset=pid`` can hide
+            self._enter.append(("mount(/proc)", partial(proc, b"subset=pid"), partial(proc, None)))
+        self._enter.append(("mount(/tmp)", tmp, tmp))
+        self._unshare_user = partial(_libc.unshare, ctypes.c_int(CLONE_NEWUSER))
+        zeros = (ctypes.c_ulong(0),) * 3
+        self._dumpable = partial(_libc.prctl, PR_SET_DUMPABLE, ctypes.c_ulong(1), *zeros)
+        self._drop = partial(_libc.capset, struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
+        program = seccomp_program()
+        self._seccomp: Callable[[], int] | None = None
+        if program is not None:
+            buffer = ctypes.create_string_buffer(program, len(program))
+            fprog = _SockFprog(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p).value)
+            self._keep = buffer, fprog
+            filter_mode = 2
+            self._seccomp = partial(_libc.prctl, PR_SET_SECCOMP, filter_mode, ctypes.byref(fprog), *zeros[:2])
+
+    def enter_namespaces(self) -> None:
+        """New mount, network, ipc, uts and cgroup namespaces, with an own /proc and an empty /tmp."""
+        for name, call, otherwise in self._enter:
+            if call() < 0 and otherwise() < 0:
+                _check(-1, name)
+        for kept, prefix in _HIDDEN_BY_TMP.items():
+            _bind(kept, prefix)
+            _seal(prefix)
+
+    def enter_user_namespace(self) -> None:
+        """One more user namespace, so RLIMIT_NPROC counts this execution alone and its owner has no rights outside."""
+        _check(self._unshare_user(), "unshare(CLONE_NEWUSER)")
+        _check(self._dumpable(), "prctl(PR_SET_DUMPABLE)")  # otherwise our own /proc files belong to root
+
+    def give_up_rights(self) -> None:
+        """Give up all capabilities for good; load the seccomp filter, which needs no-new-privs."""
+        _check(self._drop(), "capset")
+        if self._seccomp:
+            _check(self._seccomp(), "prctl(PR_SET_SECCOMP)")
+
+
+def identity_files(uid: int, gid: int) -> list[tuple[str, bytes]]:
+    """What a process writes to become ``uid`` and ``gid`` in its new user namespace: (path, text)."""
+    return [
+        ("/proc/self/setgroups", b"deny"),
+        ("/proc/self/gid_map", f"{gid} {os.getegid()} 1\n".encode()),
+        ("/proc/self/uid_map", f"{uid} {os.geteuid()} 1\n".encode()),
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------- file system
@@ -313,24 +374,6 @@ def build_root(prefixes: list[tuple[str, str]]) -> bool:
     return has_proc
 
 
-def mount_private_proc(*, has_proc: bool) -> None:
-    """Show the own pid namespace in /proc, and nothing of the host that ``subset=pid`` can hide."""
-    if has_proc:
-        flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-        try:
-            mount("proc", "/proc", "proc", flags, "subset=pid")
-        except OSError:
-            mount("proc", "/proc", "proc", flags)
-
-
-def mount_private_tmp(size: int) -> None:
-    """Mount an empty /tmp of ``size`` bytes."""
-    mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=16384,mode=1777")
-    for kept, prefix in _HIDDEN_BY_TMP.items():
-        _bind(kept, prefix)
-        _seal(prefix)
-
-
 def collapse_to_huge_pages() -> None:
     """Back this process's heap by huge pages where possible: forking then copies a tenth of the page tables."""
     madv_collapse, huge = 25, 2 << 20
@@ -405,11 +448,3 @@ def seccomp_program() -> bytes | None:
         (ret, 0, 0, allow),
     ]  # fmt: skip
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
-
-
-def install_seccomp(program: bytes) -> None:
-    """Load a filter from ``seccomp_program`` for this process and its descendants; needs no-new-privs."""
-    buffer = ctypes.create_string_buffer(program, len(program))
-    filter_mode = 2
-    fprog = _SockFprog(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p).value)
-    _check(_libc.prctl(PR_SET_SECCOMP, filter_mode, ctypes.byref(fprog), 0, 0), "prctl(PR_SET_SECCOMP)")

@@ -40,7 +40,9 @@ class Record:
     _DIRECTORY = _ANSWERS[1] + 4 + ANSWER_BYTES
     _CODE = _DIRECTORY + 4 + 4096
 
-    def __init__(self, fd: int) -> None:
+    _memory: mmap.mmap
+
+    def map(self, fd: int) -> None:
         """Map the record that lies in the file ``fd``; the descriptor may be closed afterwards."""
         self._memory = mmap.mmap(fd, 0)
 
@@ -48,7 +50,8 @@ class Record:
     def create(cls, fd: int, directory: str, code: bytes) -> Self:
         """Lay out a new record, with what the worker is to do, in the empty file ``fd``."""
         os.ftruncate(fd, cls._CODE + 4 + len(code))
-        record = cls(fd)
+        record = cls()
+        record.map(fd)
         record._put(cls._DIRECTORY, directory.encode(), 4096)
         record._put(cls._CODE, code, len(code))
         return record
@@ -102,11 +105,11 @@ def fork_into(pid_namespace: int, own: int) -> int:
     ``own`` is a pidfd of this process, to come back to its own namespace for later children; -1: no isolation.
     """
     if own < 0:
-        return os.fork()
+        return linux.fork() if sys.platform == "linux" else os.fork()
     linux.setns(pid_namespace, linux.CLONE_NEWPID)  # for the next child, not for us
     pid = -1
     try:
-        pid = os.fork()
+        pid = linux.fork()
     finally:
         if pid:
             linux.setns(own, linux.CLONE_NEWPID)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import fcntl
 import gc
 import importlib
 import io
@@ -21,6 +20,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -53,6 +53,7 @@ _COMMON = (
 _SPARE_BYTES = 32 << 20  # above the memory limit, to write down the MemoryError
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_join_threads, _run_exit_functions = vars(threading)["_shutdown"], vars(atexit)["_run_exitfuncs"]
 
 
 def _encode(text: str) -> bytes:
@@ -90,30 +91,108 @@ def _describe(error: BaseException | None) -> tuple[int, bytes, bytes]:
         return state, _encode(type.__dict__["__name__"].__get__(type(error))), b""
 
 
-def _run_code(code: bytes, record: Record) -> NoReturn:
-    """Execute ``code`` as ``__main__``, write the outcome to ``record``, end the process.
+class _Stage:
+    """A worker as far as the zygote can prepare it, before it forks one.
+
+    A fork shares its memory with the zygote until either writes to it, and Python writes to every object that it looks
+    at: most of what an execution costs is the copying of pages. So a worker should look at little.
+    """
+
+    def __init__(self, settings: Settings, has_proc: bool) -> None:
+        self.settings, self.has_proc = settings, has_proc
+        self.record = Record()
+        self.signal: Any = sys.modules["_signal"].signal  # ``signal.signal`` without the enums around it
+        default = int(signal.SIG_DFL)
+        self.handlers: list[tuple[int, Any]] = [(int(signal.SIGINT), signal.default_int_handler)]
+        self.handlers += [(int(number), default) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)]
+        self.calls: Any = linux.WorkerCalls(settings.tmp_bytes, has_proc=has_proc) if settings.isolate else None
+        self.writes: list[tuple[str, bytes]] = linux.identity_files(1000, 1000) if settings.isolate and has_proc else []
+        if os.path.exists("/proc/self/oom_score_adj"):  # if the machine runs out of memory, an execution goes first
+            self.writes.append(("/proc/self/oom_score_adj", b"1000"))
+        try:
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        except OSError:
+            self._statm = -1
+        self._open_standard_streams()
+        self.pristine = dict(builtins.__dict__)
+        self.module = types.ModuleType("__main__")
+        self.module.__dict__["__builtins__"] = builtins
+        sys.modules["__main__"] = self.module
+        builtins.__dict__["final_answer"] = _make_final_answer(self.record)
+        random.seed(0)
+        self.limits: list[tuple[int, tuple[int, int]]] = []
+        self._set_limits()
+
+    def own_memory(self) -> tuple[int, int]:
+        """Virtual and resident bytes of this process: what the code starts with. Zeros where there is no /proc."""
+        if self._statm < 0:
+            return 0, 0
+        virtual, resident, shared = os.pread(self._statm, 100, 0).split()[:3]  # what is shared is mapped when needed
+        return int(virtual) * _PAGE_BYTES, (int(resident) - int(shared)) * _PAGE_BYTES
+
+    def _open_standard_streams(self) -> None:
+        """The streams of the code: those of the zygote lead nowhere. An output stream learns here that it is a pipe."""
+        ends = os.pipe()
+        for fd in (1, 2):
+            os.dup2(ends[1], fd)
+        sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+        # Line-buffered, so that what was printed before a time-out is not lost.
+        sys.stdout = _line_writer(1)
+        sys.stderr = _line_writer(2)
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in (1, 2):
+            os.dup2(null, fd)
+        for fd in (null, *ends):
+            os.close(fd)
+
+    def _set_limits(self) -> None:
+        """Set those limits that do not disturb the zygote; keep the others in ``limits``."""
+        settings = self.settings
+        if sys.platform == "linux":
+            address_space = self.own_memory()[0] + settings.memory_bytes
+            self._limit("RLIMIT_AS", address_space, address_space + _SPARE_BYTES)
+            linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        cpu = math.ceil(settings.cpu_seconds)
+        self._limit("RLIMIT_CPU", cpu, cpu + 1)
+        self._limit("RLIMIT_NPROC", settings.processes)
+        self._limit("RLIMIT_NOFILE", 256)
+        self._limit("RLIMIT_SIGPENDING", 1024)
+        self._limit("RLIMIT_FSIZE", settings.tmp_bytes, harmless=True)
+        self._limit("RLIMIT_CORE", 0, harmless=True)
+        self._limit("RLIMIT_STACK", 8 << 20, harmless=True)
+        self._limit("RLIMIT_MSGQUEUE", 0, harmless=True)
+        self._limit("RLIMIT_MEMLOCK", 0, harmless=True)
+
+    def _limit(self, name: str, soft: int, hard: int | None = None, *, harmless: bool = False) -> None:
+        kind = getattr(resource, name, None)
+        if kind is None:
+            return
+        ceiling = resource.getrlimit(kind)[1]
+        wanted = soft if hard is None else hard
+        if ceiling != resource.RLIM_INFINITY:
+            wanted = min(wanted, ceiling)
+        limit = kind, (min(soft, wanted), wanted)
+        if harmless:
+            resource.setrlimit(*limit)
+        else:
+            self.limits.append(limit)
+
+
+def _run_code(stage: _Stage) -> NoReturn:
+    """Execute the code in the record as ``__main__``, write the outcome to the record, end the process.
 
     The code may have replaced anything, builtins included. So whatever is needed afterwards is at hand in local
     variables, and what looks names up runs after the builtins have been put back.
     """
-    pristine = dict(builtins.__dict__)
     clear, update, exit_now, getpid, exc_info = dict.clear, dict.update, os._exit, os.getpid, sys.exc_info
-    out, err, join_threads, run_exit_functions = (
-        sys.stdout,
-        sys.stderr,
-        vars(threading)["_shutdown"],
-        vars(atexit)["_run_exitfuncs"],
-    )
-    describe, finish, worker = _describe, record.finish, getpid()
-    module = types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = module
-    builtins.__dict__["final_answer"] = _make_final_answer(record)
+    out, err, join_threads, run_exit_functions = sys.stdout, sys.stderr, _join_threads, _run_exit_functions
+    describe, finish, worker, pristine = _describe, stage.record.finish, getpid(), stage.pristine
     builtins_dict, state, error_line, trace = builtins.__dict__, FINISHED, b"", b""
     try:
-        text = code.decode("utf-8", "surrogatepass")
+        text = stage.record.code().decode("utf-8", "surrogatepass")
         linecache.cache[_CODE_NAME] = (len(text), None, text.splitlines(keepends=True), _CODE_NAME)
-        exec(compile(text, _CODE_NAME, "exec", dont_inherit=True), module.__dict__)
+        exec(compile(text, _CODE_NAME, "exec", dont_inherit=True), stage.module.__dict__)
     except:  # noqa: E722 -- naming BaseException would look it up
         error = exc_info()[1]
         clear(builtins_dict)
@@ -136,101 +215,52 @@ def _line_writer(fd: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
 
 
-def _open_standard_streams() -> None:
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
-    # Line-buffered, so that what was printed before a time-out is not lost.
-    sys.stdout = _line_writer(1)
-    sys.stderr = _line_writer(2)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
-
-
-def _limit(name: str, soft: int, hard: int | None = None) -> None:
-    kind = getattr(resource, name, None)
-    if kind is None:
-        return
-    ceiling = resource.getrlimit(kind)[1]
-    wanted = soft if hard is None else hard
-    if ceiling != resource.RLIM_INFINITY:
-        wanted = min(wanted, ceiling)
-    resource.setrlimit(kind, (min(soft, wanted), wanted))
-
-
-def _confine(settings: Settings, base_bytes: int, seccomp: bytes | None) -> None:
-    """Apply every limit to this process, the one about to run the code."""
-    if settings.isolate:
-        linux.enter_private_user_namespace(1000, 1000)
-    if sys.platform == "linux":
-        if os.path.exists("/proc/self/oom_score_adj"):  # if the machine runs out of memory, this goes first
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")
-        address_space = base_bytes + settings.memory_bytes
-        _limit("RLIMIT_AS", address_space, address_space + _SPARE_BYTES)
-    cpu = math.ceil(settings.cpu_seconds)
-    _limit("RLIMIT_CPU", cpu, cpu + 1)
-    _limit("RLIMIT_NPROC", settings.processes)
-    _limit("RLIMIT_FSIZE", settings.tmp_bytes)
-    _limit("RLIMIT_NOFILE", 256)
-    _limit("RLIMIT_CORE", 0)
-    _limit("RLIMIT_STACK", 8 << 20)
-    _limit("RLIMIT_MSGQUEUE", 0)
-    _limit("RLIMIT_MEMLOCK", 0)
-    _limit("RLIMIT_SIGPENDING", 1024)
-    if sys.platform == "linux":
-        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-    if settings.isolate:
-        linux.set_capabilities(effective=False)
-        if seccomp is not None:
-            linux.install_seccomp(seccomp)
-
-
-def _become_worker(settings: Settings, has_proc: bool, fds: list[int], seccomp: bytes | None) -> NoReturn:
-    """Turn a fresh fork of a zygote into a worker: namespaces, descriptors, limits, streams, seed; then run the code.
+def _become_worker(stage: _Stage, memory: tuple[int, int], fds: list[int]) -> NoReturn:
+    """Turn a fresh fork of a zygote into a worker: namespaces, descriptors, limits; then run the code.
 
     ``fds`` are stdout, stderr, the socket to report the setup on, the pipe for the wait status (the zygote's affair),
     the record, and with isolation the pid namespace. All but the first two are closed before the code runs.
     """
-    out, err, report = (fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds[:3])  # clear of those that are set below
-    setup = socket.socket(fileno=report)
+    report, calls = fds[2], stage.calls
     try:
-        record = Record(fds[4])
-        if settings.isolate:
-            linux.unshare(linux.PRIVATE_NAMESPACES)
-            linux.mount_private_proc(has_proc=has_proc)
-            linux.mount_private_tmp(settings.tmp_bytes)
-        os.chdir(record.directory() or "/tmp")
+        stage.record.map(fds[4])
+        if calls:
+            calls.enter_namespaces()
+        os.chdir(stage.record.directory() or "/tmp")
         os.setsid()
-        null = os.open("/dev/null", os.O_RDONLY)
-        for source, target in ((out, 1), (err, 2), (null, 0)):
-            os.dup2(source, target)
+        os.dup2(fds[0], 1)
+        os.dup2(fds[1], 2)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         os.closerange(3, report)
         os.closerange(report + 1, 1 << 20)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        virtual, resident = _own_memory()
-        _confine(settings, virtual, seccomp)
-        _open_standard_streams()
-        random.seed(0)  # forking has reseeded it from the system
-        code = record.code()
-        look = [os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)] if settings.isolate and has_proc else []
-        socket.send_fds(setup, [b"+" + SETUP.pack(os.getpid(), virtual, resident)], look)
+        for number, handler in stage.handlers:
+            stage.signal(number, handler)
+        if calls:
+            calls.enter_user_namespace()
+        for path, text in stage.writes:
+            fd = os.open(path, os.O_WRONLY)
+            os.write(fd, text)
+            os.close(fd)
+        for kind, limit in stage.limits:
+            resource.setrlimit(kind, limit)
+        if calls:
+            calls.give_up_rights()
+        if sys.platform != "linux":
+            random.seed(0)  # ``os.fork`` has reseeded it from the system
+        setup = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, report)
+        message, look = [b"+" + SETUP.pack(os.getpid(), *memory)], -1
+        if calls and stage.has_proc:
+            look = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+            rights = look.to_bytes(4, sys.byteorder)
+            setup.sendmsg(message, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            os.close(look)
+        else:
+            setup.sendmsg(message)
     except BaseException as error:
-        setup.sendall(f"{type(error).__name__}: {error}".encode())
+        os.write(report, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     setup.close()
-    for fd in look:
-        os.close(fd)
-    _run_code(code, record)
-
-
-def _own_memory() -> tuple[int, int]:
-    """Virtual and resident bytes of this process: what the code starts with. Zeros where there is no /proc."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            virtual, resident = file.read().split()[:2]
-    except OSError:
-        return 0, 0
-    return int(virtual) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
+    _run_code(stage)
 
 
 # ------------------------------------------------------------------------------------------------------------- zygote
@@ -277,10 +307,7 @@ def serve(requests: socket.socket, settings: Settings, has_proc: bool) -> None:
     sys.orig_argv[:] = ["python"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "fastir"]:
         del sys.modules[name]
-    null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 2)
-    os.close(null)
-    seccomp = linux.seccomp_program() if settings.isolate else None
+    stage = _Stage(settings, has_proc)
     own = os.pidfd_open(os.getpid()) if settings.isolate else -1
     status_pipes: dict[int, int] = {}  # pid of a worker -> where its supervisor learns the wait status
     wake_read, wake_write = os.pipe()
@@ -288,6 +315,8 @@ def serve(requests: socket.socket, settings: Settings, has_proc: bool) -> None:
     os.set_blocking(wake_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    descriptors = struct.Struct("6i" if settings.isolate else "5i")
+    room = socket.CMSG_SPACE(descriptors.size)
     poll = select.poll()
     poll.register(requests, select.POLLIN)
     poll.register(wake_read, select.POLLIN)
@@ -312,9 +341,11 @@ def serve(requests: socket.socket, settings: Settings, has_proc: bool) -> None:
                 os.close(pipe)
         if requests.fileno() not in ready:
             continue
-        message, fds, _, _ = socket.recv_fds(requests, 1, 6)
+        message, ancillary, _, _ = requests.recvmsg(1, room)
         if not message:
             return
+        fds = list(descriptors.unpack(ancillary[0][2]))
+        memory = stage.own_memory()
         try:
             pid = fork_into(fds[5] if settings.isolate else -1, own)
         except OSError as error:
@@ -323,8 +354,7 @@ def serve(requests: socket.socket, settings: Settings, has_proc: bool) -> None:
         else:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _become_worker(settings, has_proc, fds, seccomp)
+                _become_worker(stage, memory, fds)
             status_pipes[pid] = fds[3]
         for fd in (*fds[:3], *fds[4:]):
             os.close(fd)
