@@ -146,6 +146,14 @@ def test_a_step_in_which_nothing_trains_is_skipped_and_counted(tmp_path):
     assert [row["rollout/trained_share"] for row in rows] == [0, 0]
 
 
+def test_bfloat16_trains_with_float32_masters(tmp_path):
+    config = small(tmp_path, "model.dtype=bfloat16", "data.heldout=none", "rollout.group_size=8", steps=2)
+    train(config)
+    gaps = [r["train/logprob_gap_mean"] for r in read_metrics(config.run_dir / "metrics.jsonl") if r["train/updates"]]
+    assert gaps
+    assert 1e-5 < max(gaps) < 0.02
+
+
 def test_several_updates_per_batch(tmp_path):
     config = small(
         tmp_path,
