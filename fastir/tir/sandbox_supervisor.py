@@ -9,12 +9,10 @@ import contextlib
 import ctypes
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
 import sys
-import tempfile
 import time
 from typing import NoReturn
 
@@ -237,6 +235,7 @@ def supervise(settings: Settings, has_proc: bool, warm_names: list[bytes]) -> No
     for the warm zygote, other code for the bare one.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what ``start_init`` starts inherits this
+    zygotes = socket.socket(fileno=BARE_FD), socket.socket(fileno=WARM_FD)
     with socket.socket(fileno=KEEPER_FD) as keeper:
         while True:
             _, fds, _, _ = socket.recv_fds(keeper, 1, 1)
@@ -246,7 +245,7 @@ def supervise(settings: Settings, has_proc: bool, warm_names: list[bytes]) -> No
             namespace = None
             try:
                 namespace = _PidNamespace(has_proc=has_proc) if settings.isolate else None
-                _execute(connection, settings, namespace, warm_names)
+                _execute(connection, settings, namespace, zygotes, warm_names)
             except (BrokenPipeError, ConnectionResetError, EOFError):
                 pass  # the trainer has hung up
             except BaseException as error:
@@ -261,9 +260,18 @@ def supervise(settings: Settings, has_proc: bool, warm_names: list[bytes]) -> No
             keeper.send(b"i")
 
 
-def _execute(connection: int, settings: Settings, namespace: _PidNamespace | None, warm_names: list[bytes]) -> None:
-    """One execution, from reading the code to writing the result; the caller closes the descriptors it leaves."""
-    directory = "" if namespace else tempfile.mkdtemp(dir=settings.scratch)
+def _execute(
+    connection: int,
+    settings: Settings,
+    namespace: _PidNamespace | None,
+    zygotes: tuple[socket.socket, socket.socket],
+    warm_names: list[bytes],
+) -> None:
+    """One execution, from reading the code to writing the result; the caller closes the descriptors it leaves.
+
+    ``zygotes`` are the sockets to the bare and to the warm one.
+    """
+    directory = "" if namespace else _new_directory(settings.scratch)
     (length,) = CODE_HEADER.unpack(_read_exactly(connection, CODE_HEADER.size))
     code = _read_exactly(connection, length)
     record_fd = os.memfd_create("record") if hasattr(os, "memfd_create") else _unlinked_file(settings.scratch)
@@ -273,9 +281,8 @@ def _execute(connection: int, settings: Settings, namespace: _PidNamespace | Non
     setup, setup_theirs = socket.socketpair()
     status_read, status_write = os.pipe()
     handed_over = [out_write, err_write, setup_theirs.detach(), status_write, record_fd]
-    zygote = socket.socket(fileno=WARM_FD if any(name in code for name in warm_names) else BARE_FD)
+    zygote = zygotes[any(name in code for name in warm_names)]
     socket.send_fds(zygote, [b"W"], handed_over + ([namespace.fd] if namespace else []))
-    zygote.detach()
     for fd in handed_over:
         os.close(fd)
     report, proc, _, _ = socket.recv_fds(setup, 4096, 1)
@@ -297,7 +304,7 @@ def _execute(connection: int, settings: Settings, namespace: _PidNamespace | Non
     if wait_status is None:  # the worker is the zygote's child, not ours
         os.read(status_read, 4)
     if directory:
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
     if reason != "cancelled":
         output.drain()
         if not reason and out_read in output.overflowed:
@@ -309,7 +316,24 @@ def _execute(connection: int, settings: Settings, namespace: _PidNamespace | Non
     record.close()
 
 
+# Imported by use: every library that is loaded makes the zygotes' forks dearer, and isolated executions need none.
+
+
+def _new_directory(parent: str) -> str:
+    import tempfile
+
+    return tempfile.mkdtemp(dir=parent)
+
+
+def _remove(directory: str) -> None:
+    import shutil
+
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def _unlinked_file(directory: str) -> int:
+    import tempfile
+
     fd, path = tempfile.mkstemp(dir=directory)
     os.unlink(path)
     return fd

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -53,7 +54,8 @@ _COMMON = (
 _SPARE_BYTES = 32 << 20  # above the memory limit, to write down the MemoryError
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_join_threads, _run_exit_functions = vars(threading)["_shutdown"], vars(atexit)["_run_exitfuncs"]
+_UNIX, _RIGHTS = (int(socket.AF_UNIX), int(socket.SOCK_STREAM), 0), (int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS))
+_run_exit_functions = vars(atexit)["_run_exitfuncs"]
 
 
 def _encode(text: str) -> bytes:
@@ -91,6 +93,13 @@ def _describe(error: BaseException | None) -> tuple[int, bytes, bytes]:
         return state, _encode(type.__dict__["__name__"].__get__(type(error))), b""
 
 
+def _join_threads() -> None:
+    """What the interpreter does at its end; nothing if there have been no threads."""
+    state = vars(threading)
+    if state.get("_shutdown_locks", True) or state.get("_threading_atexits", True):  # an unknown version: always
+        state["_shutdown"]()
+
+
 class _Stage:
     """A worker as far as the zygote can prepare it, before it forks one.
 
@@ -102,6 +111,7 @@ class _Stage:
         self.settings, self.has_proc = settings, has_proc
         self.record = Record()
         self.signal: Any = sys.modules["_signal"].signal  # ``signal.signal`` without the enums around it
+        self.socket: Any = sys.modules["_socket"].socket
         default = int(signal.SIG_DFL)
         self.handlers: list[tuple[int, Any]] = [(int(signal.SIGINT), signal.default_int_handler)]
         self.handlers += [(int(number), default) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)]
@@ -119,6 +129,7 @@ class _Stage:
         self.module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.module
         builtins.__dict__["final_answer"] = _make_final_answer(self.record)
+        self.version = _version_of(builtins.__dict__)
         random.seed(0)
         self.limits: list[tuple[int, tuple[int, int]]] = []
         self._set_limits()
@@ -188,6 +199,7 @@ def _run_code(stage: _Stage) -> NoReturn:
     clear, update, exit_now, getpid, exc_info = dict.clear, dict.update, os._exit, os.getpid, sys.exc_info
     out, err, join_threads, run_exit_functions = sys.stdout, sys.stderr, _join_threads, _run_exit_functions
     describe, finish, worker, pristine = _describe, stage.record.finish, getpid(), stage.pristine
+    version, unchanged = stage.version, stage.version.value if stage.version else 0
     builtins_dict, state, error_line, trace = builtins.__dict__, FINISHED, b"", b""
     try:
         text = stage.record.code().decode("utf-8", "surrogatepass")
@@ -198,8 +210,9 @@ def _run_code(stage: _Stage) -> NoReturn:
         clear(builtins_dict)
         update(builtins_dict, pristine)
         state, error_line, trace = describe(error)
-    clear(builtins_dict)
-    update(builtins_dict, pristine)
+    if version is None or version.value != unchanged:
+        clear(builtins_dict)
+        update(builtins_dict, pristine)
     for last_rite in (join_threads, run_exit_functions, out.flush, err.flush):
         try:
             last_rite()
@@ -208,6 +221,16 @@ def _run_code(stage: _Stage) -> NoReturn:
     if getpid() == worker:  # a forked child that runs to the end is not the script
         finish(state, error_line, trace)
     exit_now(0)
+
+
+def _version_of(dictionary: dict[str, Any]) -> ctypes.c_uint64 | None:
+    """A view of the number that CPython changes with every change to a dictionary; None if there is no such number.
+
+    Comparing that takes no look at what the dictionary holds.
+    """
+    if sys.implementation.name != "cpython" or sys.version_info >= (3, 13) or dict.__basicsize__ != 48:
+        return None
+    return ctypes.c_uint64.from_address(id(dictionary) + 3 * 8)  # after reference count, type, length
 
 
 def _line_writer(fd: int) -> io.TextIOWrapper:
@@ -226,7 +249,7 @@ def _become_worker(stage: _Stage, memory: tuple[int, int], fds: list[int]) -> No
         stage.record.map(fds[4])
         if calls:
             calls.enter_namespaces()
-        os.chdir(stage.record.directory() or "/tmp")
+        os.chdir("/tmp" if calls else stage.record.directory())
         os.setsid()
         os.dup2(fds[0], 1)
         os.dup2(fds[1], 2)
@@ -247,12 +270,12 @@ def _become_worker(stage: _Stage, memory: tuple[int, int], fds: list[int]) -> No
             calls.give_up_rights()
         if sys.platform != "linux":
             random.seed(0)  # ``os.fork`` has reseeded it from the system
-        setup = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, report)
+        setup = stage.socket(*_UNIX, report)
         message, look = [b"+" + SETUP.pack(os.getpid(), *memory)], -1
         if calls and stage.has_proc:
             look = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
             rights = look.to_bytes(4, sys.byteorder)
-            setup.sendmsg(message, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            setup.sendmsg(message, [(*_RIGHTS, rights)])
             os.close(look)
         else:
             setup.sendmsg(message)
@@ -322,8 +345,8 @@ def serve(requests: socket.socket, settings: Settings, has_proc: bool) -> None:
     poll.register(wake_read, select.POLLIN)
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, every inherited page
-    if settings.isolate and os.path.exists("/proc/self/maps"):
-        linux.collapse_to_huge_pages()
+    if settings.preload and settings.isolate and os.path.exists("/proc/self/maps"):
+        linux.collapse_to_huge_pages()  # a small heap is forked faster without: it would be split again
     loaded = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
     names = sorted(name for name in loaded if not name.startswith("_") or name in settings.preload)
     requests.sendall(" ".join(("ready", *names)).encode())
