@@ -58,7 +58,7 @@ def _linear_policy(
         own = segment_sum(mask, cu_seqlens)
         sequence_ratio = sequence_log_ratio(stats[0] - old_logprob.float(), mask, own, trajectory, cu_seqlens)
 
-    for r in chunks:
+    def chunk(r: Tensor | slice) -> None:
         h, target, inverse = hidden[r], targets[r], 1 / temperature[r]
         z = linear_logits(h, weight, bias, softcap)
         st = row_stats(backend, z, target, inverse)
@@ -73,13 +73,13 @@ def _linear_policy(
         if e is None and not any(need):
             scale = c * inverse
             grad_sqnorm[r] = torch.where(scale == 0, 0.0, scale.square() * st[2])
-            continue
+            return
         where: Tensor | slice = r
-        if e is None:  # rows without a gradient leave the products; a row of NaN stays
+        if e is None:  # rows without a gradient leave the products, if they are worth a copy of the rest; NaN stays
             live = (c != 0).nonzero()[:, 0]
             if len(live) == 0:
-                continue
-            if len(live) < len(c):
+                return
+            if len(live) <= 0.9 * len(c):
                 where = live + r.start if isinstance(r, slice) else r[live]
                 h, z, target, inverse, st, c = h[live], z[live], target[live], inverse[live], st[:, live], c[live]
         dz, grad_sqnorm[where] = dlogits(backend, z, target, inverse, st, c, e, softcap, gradient_dtype(hidden))
@@ -88,7 +88,10 @@ def _linear_policy(
         if need[1]:
             add_weight_gradient(dweight, dz, h)
         if need[2]:
-            dbias += dz.sum(dim=0, dtype=torch.float32)
+            dbias.add_(dz.sum(dim=0, dtype=torch.float32))
+
+    for r in chunks:
+        chunk(r)  # a function, so that its logits are gone when the next chunk or the narrowed gradient needs room
     dbias = dbias if bias is None else dbias.to(bias.dtype)
     return stats[0].clone(), stats[1].clone(), grad_sqnorm, dhidden, dweight.to(weight.dtype), dbias
 
@@ -143,7 +146,8 @@ def linear_policy_loss(
 
     The gradients of hidden, weight and bias are made in the forward pass and scaled by the upstream gradient in the
     backward: three matrix products, none recomputed (but ``gspo`` needs every ratio first and makes the logits twice).
-    Rows outside the mask take part in no product; rows whose coefficient is 0 leave the backward ones.
+    Rows outside the mask take part in no product; rows whose coefficient is 0 leave the backward ones (of a chunk in
+    which they are a tenth or more). The upstream gradient is rounded to the dtype of what it scales.
 
     Raises ValueError or TypeError naming the argument.
     """
