@@ -345,8 +345,8 @@ def serve(requests: socket.socket, settings: Settings, has_proc: bool) -> None:
     poll.register(wake_read, select.POLLIN)
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, every inherited page
-    if settings.preload and settings.isolate and os.path.exists("/proc/self/maps"):
-        linux.collapse_to_huge_pages()  # a small heap is forked faster without: it would be split again
+    if settings.isolate and os.path.exists("/proc/self/maps"):
+        linux.collapse_to_huge_pages()
     loaded = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
     names = sorted(name for name in loaded if not name.startswith("_") or name in settings.preload)
     requests.sendall(" ".join(("ready", *names)).encode())
