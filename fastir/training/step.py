@@ -199,8 +199,9 @@ def _statistics(
         name: [] for name in ("logprobs", "behavior_logprobs", "grad_sqnorms", "turn_ids", "trajectories")
     }
     for batch, result in results:
-        for name, value in result.metrics.items():
-            local[name] = _combine(name, [local[name], float(value)]) if name in local else float(value)
+        values = torch.stack([value.double() for value in result.metrics.values()]).tolist()  # one host sync for all
+        for name, value in zip(result.metrics, values, strict=True):
+            local[name] = _combine(name, [local[name], value]) if name in local else value
         mask = batch.mask
         owners = np.repeat(np.asarray(batch.trajectory_indices), batch.cu_seqlens.diff().numpy())
         columns["logprobs"].append(result.per_token["logprob"].cpu()[mask].numpy())
