@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from fastir.tir import sandbox_worker
 from fastir.tir.sandbox_record import Settings
-from fastir.tir.sandbox_supervisor import BARE_FD, KEEPER_FD, WARM_FD, frame, supervise
+from fastir.tir.sandbox_supervisor import BARE_FD, KEEPER_FD, PONG, WARM_FD, infrastructure_frame, supervise
 
 if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
@@ -98,6 +98,16 @@ def _fork_supervisor(settings: Settings, has_proc: bool, zygotes: _Zygotes) -> _
         os._exit(1)
 
 
+def _private_bytes(pid: int) -> int:
+    """Resident bytes of a process that are not backed by files, inherited ones included; 0 if there is no telling."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            _, resident, shared = file.read().split()[:3]
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _serve(
     control: socket.socket,
     settings: Settings,
@@ -150,7 +160,9 @@ def _serve(
         if not message:
             return
         if not fds:  # a ping
-            control.sendall(b"p")
+            own = _private_bytes(os.getpid())
+            others = [max(0, _private_bytes(supervisor.pid) - own) for supervisor in supervisors.values()]
+            control.sendall(PONG.pack(own + sum(map(_private_bytes, zygotes.pids)) + sum(others)))
             continue
         try:
             if idle:
@@ -162,9 +174,8 @@ def _serve(
             deadlines[supervisor] = time.monotonic() + budget
             socket.send_fds(supervisor.socket, [b"E"], fds)
         except OSError as error:
-            text = f"no supervisor: {error}".encode()
             with contextlib.suppress(OSError):
-                os.write(fds[0], frame("infrastructure", 0.0, b"", b"", text, b"", None))
+                os.write(fds[0], infrastructure_frame(f"no supervisor: {error}"))
         finally:
             os.close(fds[0])
 

@@ -14,6 +14,7 @@ if sys.platform == "linux":
 RUNNING, FINISHED, RAISED, OUT_OF_MEMORY = range(4)
 ERROR_BYTES, TRACEBACK_BYTES, ANSWER_BYTES = 4096, 32768, 16384
 SETUP = struct.Struct("<iqq")  # a worker's report before the code starts: its pid, its virtual and resident bytes
+ENDED = struct.Struct("<idq")  # how a worker ended: wait status, CPU seconds, largest resident size in bytes
 
 
 class Settings(NamedTuple):

@@ -16,18 +16,21 @@ import sys
 import time
 from typing import NoReturn
 
-from fastir.tir.sandbox_record import FINISHED, OUT_OF_MEMORY, RAISED, SETUP, Record, Settings
+from fastir.tir.sandbox_record import ENDED, FINISHED, OUT_OF_MEMORY, RAISED, SETUP, Record, Settings
 
 if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
 
-# Result frame: status, seconds, then the lengths of stdout, stderr, error, traceback, answer (-1: None), then those.
-RESULT_HEADER = struct.Struct("<Bd5i")
+# Result frame: status, seconds, CPU seconds, peak bytes, exit code, then the lengths of stdout, stderr, error,
+# traceback, answer (-1: None), then those.
+RESULT_HEADER = struct.Struct("<Bddqi5i")
 STATUSES = ("ok", "error", "timeout", "memory", "output", "crashed", "infrastructure")
 STARTED = b"S"  # the supervisor's first byte: from here on the time limit counts
-CODE_HEADER = struct.Struct("<I")
+CODE_HEADER = struct.Struct("<Id")  # length of the code, time limit in seconds
+PONG = struct.Struct("<q")  # the keeper's answer to a ping: bytes of memory that the standing processes hold
 _POLL_SECONDS = 0.02  # how often memory and process counts are looked at
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 KEEPER_FD, BARE_FD, WARM_FD = 3, 4, 5  # a supervisor's sockets: to the keeper, and for requests to the two zygotes
 
 
@@ -54,17 +57,28 @@ class _Usage:
         """``proc``: a descriptor of the execution's own /proc."""
         self._settings, self._proc = settings, proc
         self._base, self._base_resident = base_bytes, base_resident
+        self.peak_bytes = 0
+        self._ticks: dict[str, int] = {}  # CPU time of each process, as last seen
+
+    @property
+    def cpu_seconds(self) -> float:
+        return sum(self._ticks.values()) / _TICKS_PER_SECOND
 
     def over_limit(self) -> str:
         """ "memory" or "processes" when a limit is passed, otherwise ""."""
         pids = [name for name in os.listdir(self._proc) if name.isdigit() and name != "1"]
         if len(pids) > self._settings.processes + 1:
             return "processes"
-        virtual = 0
+        virtual = resident = 0
         for pid in pids:
             fields = self._read(pid, "statm").split()
             if fields:
                 virtual += max(0, int(fields[0]) * _PAGE_BYTES - self._base)
+                resident += max(0, (int(fields[1]) - int(fields[2])) * _PAGE_BYTES - self._base_resident)
+            times = self._read(pid, "stat").rpartition(b")")[2].split()
+            if times:
+                self._ticks[pid] = int(times[11]) + int(times[12])
+        self.peak_bytes = max(self.peak_bytes, resident)
         # Virtual size is cheap and an upper bound (shared pages count once per process); only past it look closely.
         if virtual > self._settings.memory_bytes:
             used = self._proportional(pids)
@@ -162,11 +176,11 @@ class _Output:
 
 
 def _watch(
-    connection: int, settings: Settings, status_fd: int, output: _Output, usage: _Usage | None
-) -> tuple[str, int | None, float]:
-    """Wait until the worker ends or a limit is hit: (reason or "", wait status of the worker or None, seconds)."""
+    connection: int, limit: float, status_fd: int, output: _Output, usage: _Usage | None
+) -> tuple[str, bytes, float]:
+    """Wait until the worker ends or a limit is hit: (reason or "", ``ENDED`` of the worker if it has, seconds)."""
     begin = time.monotonic()
-    deadline = begin + settings.timeout_seconds
+    deadline = begin + limit
     out = next(iter(output.kept))
     poll = select.poll()
     for fd in (*output.kept, status_fd):
@@ -176,38 +190,42 @@ def _watch(
     while True:
         now = time.monotonic()
         if now >= deadline:
-            return "timeout", None, now - begin
+            return "timeout", b"", now - begin
         if now >= next_look:
             reason = usage.over_limit() if usage else ""
             if reason:
-                return reason, None, now - begin
+                return reason, b"", now - begin
             next_look = time.monotonic() + _POLL_SECONDS
         wait = max(0.0, min(deadline, next_look) - time.monotonic())
         ready = {fd for fd, _ in poll.poll(wait * 1000 + 0.5)}
         if connection in ready:  # the trainer has hung up: nobody wants the result
-            return "cancelled", None, time.monotonic() - begin
+            return "cancelled", b"", time.monotonic() - begin
         for fd in output.kept:
             if fd in ready and not output.read(fd):
                 poll.unregister(fd)
         if out in output.overflowed:
-            return "output", None, time.monotonic() - begin
+            return "output", b"", time.monotonic() - begin
         if status_fd in ready:
             seconds = time.monotonic() - begin
-            status = os.read(status_fd, 4)
-            return ("", int.from_bytes(status, "little"), seconds) if status else ("cancelled", 0, seconds)
+            ended = os.read(status_fd, ENDED.size)
+            return "" if ended else "cancelled", ended, seconds  # without a word: the zygote is gone
 
 
-def _judge(reason: str, wait_status: int | None, record: Record, settings: Settings) -> tuple[str, bytes]:
+def timeout_line(limit: float) -> str:
+    """What explains an execution that passed its wall-clock limit."""
+    return f"TimeoutError: no result within {limit:g} s"
+
+
+def _judge(reason: str, wait_status: int, record: Record, settings: Settings, limit: float) -> tuple[str, bytes]:
     """The execution's status and, unless the code raised, a line that explains it."""
     if reason == "timeout":
-        return "timeout", f"TimeoutError: no result within {settings.timeout_seconds:g} s".encode()
+        return "timeout", timeout_line(limit).encode()
     if reason == "memory":
         return "memory", f"MemoryError: more than {settings.memory_bytes >> 20} MB in all processes together".encode()
     if reason == "output":
         return "output", f"printed more than {settings.output_bytes} bytes".encode()
     if reason == "processes":
         return "crashed", f"more than {settings.processes} processes".encode()
-    assert wait_status is not None
     if os.WIFSIGNALED(wait_status):
         number = os.WTERMSIG(wait_status)
         if number == signal.SIGXCPU:
@@ -223,9 +241,18 @@ def _judge(reason: str, wait_status: int | None, record: Record, settings: Setti
     return "crashed", f"exited with status {os.WEXITSTATUS(wait_status)} before the end of the script".encode()
 
 
-def frame(status: str, seconds: float, *texts: bytes | None) -> bytes:
+def frame(
+    status: str, *texts: bytes | None, seconds: float = 0.0, cpu: float = 0.0, peak: int = 0, exit_code: int = 0
+) -> bytes:
+    """A result frame; ``texts`` are stdout, stderr, error, traceback, answer."""
     lengths = [-1 if text is None else len(text) for text in texts]
-    return RESULT_HEADER.pack(STATUSES.index(status), seconds, *lengths) + b"".join(text or b"" for text in texts)
+    header = RESULT_HEADER.pack(STATUSES.index(status), seconds, cpu, peak, exit_code, *lengths)
+    return header + b"".join(text or b"" for text in texts)
+
+
+def infrastructure_frame(text: str) -> bytes:
+    """The frame that tells of a failure of the sandbox itself."""
+    return frame("infrastructure", b"", b"", text.encode(), b"", None)
 
 
 def supervise(settings: Settings, has_proc: bool, warm_names: list[bytes]) -> NoReturn:
@@ -249,9 +276,8 @@ def supervise(settings: Settings, has_proc: bool, warm_names: list[bytes]) -> No
             except (BrokenPipeError, ConnectionResetError, EOFError):
                 pass  # the trainer has hung up
             except BaseException as error:
-                text = f"{type(error).__name__}: {error}".encode()
                 with contextlib.suppress(OSError):
-                    write_all(connection, frame("infrastructure", 0.0, b"", b"", text, b"", None))
+                    write_all(connection, infrastructure_frame(f"{type(error).__name__}: {error}"))
                 os._exit(1)
             finally:
                 if namespace:
@@ -272,7 +298,7 @@ def _execute(
     ``zygotes`` are the sockets to the bare and to the warm one.
     """
     directory = "" if namespace else _new_directory(settings.scratch)
-    (length,) = CODE_HEADER.unpack(_read_exactly(connection, CODE_HEADER.size))
+    length, limit = CODE_HEADER.unpack(_read_exactly(connection, CODE_HEADER.size))
     code = _read_exactly(connection, length)
     record_fd = os.memfd_create("record") if hasattr(os, "memfd_create") else _unlinked_file(settings.scratch)
     record = Record.create(record_fd, directory, code)
@@ -295,24 +321,33 @@ def _execute(
     output.add(out_read)
     output.add(err_read)
     usage = _Usage(settings, proc[0], virtual, resident) if proc else None
-    reason, wait_status, seconds = _watch(connection, settings, status_read, output, usage)
+    reason, ended, seconds = _watch(connection, limit, status_read, output, usage)
+    if usage and reason:
+        usage.over_limit()  # a last look at what is about to be killed
     if namespace:
         namespace.kill()
     else:
         with contextlib.suppress(OSError):
             os.killpg(worker, signal.SIGKILL)
-    if wait_status is None:  # the worker is the zygote's child, not ours
-        os.read(status_read, 4)
+    ended = ended or os.read(status_read, ENDED.size)  # the worker is the zygote's child, not ours
     if directory:
         _remove(directory)
-    if reason != "cancelled":
+    if reason != "cancelled" and ended:
         output.drain()
         if not reason and out_read in output.overflowed:
             reason = "output"
-        status, explanation = _judge(reason, wait_status, record, settings)
+        wait_status, cpu, largest = ENDED.unpack(ended)
+        status, explanation = _judge(reason, wait_status, record, settings, limit)
         stdout, stderr = bytes(output.kept[out_read]), bytes(output.kept[err_read])
         error, trace = (explanation, b"") if explanation else (record.error(), record.trace())
-        write_all(connection, frame(status, seconds, stdout, stderr, error, trace, record.answer()))
+        result = frame(
+            status, stdout, stderr, error, trace, record.answer(),
+            seconds=seconds,
+            cpu=max(cpu, usage.cpu_seconds if usage else 0.0),
+            peak=max(0, largest - resident, usage.peak_bytes if usage else 0),
+            exit_code=os.waitstatus_to_exitcode(wait_status),
+        )  # fmt: skip
+        write_all(connection, result)
     record.close()
 
 

@@ -29,7 +29,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fastir.tir.sandbox_record import FINISHED, OUT_OF_MEMORY, RAISED, SETUP, Record, Settings, fork_into
+from fastir.tir.sandbox_record import ENDED, FINISHED, OUT_OF_MEMORY, RAISED, SETUP, Record, Settings, fork_into
 
 if sys.platform == "linux":
     from fastir.tir import sandbox_linux as linux
@@ -54,6 +54,7 @@ _COMMON = (
 _SPARE_BYTES = 32 << 20  # above the memory limit, to write down the MemoryError
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 _UNIX, _RIGHTS = (int(socket.AF_UNIX), int(socket.SOCK_STREAM), 0), (int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS))
 _run_exit_functions = vars(atexit)["_run_exitfuncs"]
 
@@ -220,7 +221,7 @@ def _run_code(stage: _Stage) -> NoReturn:
             continue
     if getpid() == worker:  # a forked child that runs to the end is not the script
         finish(state, error_line, trace)
-    exit_now(0)
+    exit_now(0 if state == FINISHED else 1)
 
 
 def _version_of(dictionary: dict[str, Any]) -> ctypes.c_uint64 | None:
@@ -355,12 +356,12 @@ def serve(requests: socket.socket, settings: Settings, has_proc: bool) -> None:
         if wake_read in ready:
             os.read(wake_read, 4096)
             while status_pipes:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
                 if pid == 0:
                     break
                 pipe = status_pipes.pop(pid)
                 with contextlib.suppress(OSError):  # a supervisor that was killed does not listen
-                    os.write(pipe, status.to_bytes(4, "little"))
+                    os.write(pipe, ENDED.pack(status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * _MAXRSS_UNIT))
                 os.close(pipe)
         if requests.fileno() not in ready:
             continue

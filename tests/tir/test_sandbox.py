@@ -20,6 +20,7 @@ import pytest_asyncio
 from pydantic import ValidationError
 
 from fastir.tir import sandbox as module
+from fastir.tir import sandbox_zygote
 from fastir.tir.sandbox import ExecResult, Sandbox, SandboxConfig, SandboxError, check_isolation
 
 # Asked of the kernel, not of the sandbox: a sandbox that does not start must fail here, not skip.
@@ -262,13 +263,13 @@ async def test_a_dead_zygote_is_replaced() -> None:
         _kill_all(sandbox)
         results = await asyncio.gather(*(sandbox.run(f"print({i})") for i in range(4)))
         assert [r.stdout for r in results] == ["0\n", "1\n", "2\n", "3\n"]
-        assert sandbox.stats.zygote_restarts == 1
+        assert sandbox.stats.restarts == 1
         assert sandbox.stats.by_status == {"ok": 4}
         running = asyncio.create_task(sandbox.run("import time; time.sleep(0.6); print('again')"))
         await asyncio.sleep(0.3)
         _kill_all(sandbox)
         assert (await running).stdout == "again\n"
-        assert sandbox.stats.zygote_restarts == 2
+        assert sandbox.stats.restarts == 2
 
 
 async def test_a_lost_supervisor_takes_its_execution_with_it() -> None:
@@ -282,7 +283,7 @@ async def test_a_lost_supervisor_takes_its_execution_with_it() -> None:
         assert (await busy).status in ("timeout", "crashed")
         await _until(lambda: len(_processes(sandbox)) <= 3)  # launcher, keeper, zygote
         assert (await sandbox.run("print(1)")).stdout == "1\n"
-        assert sandbox.stats.zygote_restarts == 0
+        assert sandbox.stats.restarts == 0
 
 
 async def test_every_waiting_run_survives_a_restart() -> None:
@@ -291,7 +292,7 @@ async def test_every_waiting_run_survives_a_restart() -> None:
         await asyncio.sleep(0.15)
         _kill_all(sandbox)
         assert [(await run).stdout for run in runs] == [f"{i}\n" for i in range(24)]
-        assert sandbox.stats.zygote_restarts == 1
+        assert sandbox.stats.restarts == 1
 
 
 async def test_a_failed_restart_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +311,7 @@ sys.path.insert(0, {root!r})
 from fastir.tir.sandbox import Sandbox, SandboxConfig
 async def main():
     async with Sandbox(SandboxConfig(preload=(), timeout_seconds=60)) as sandbox:
-        print(sandbox._zygote._process.pid, flush=True)
+        print(sandbox._zygote.process.pid, flush=True)
         asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), 9)
         await sandbox.run("import os; os.execv('/bin/sleep', ['sleep', '{marker}'])")
 asyncio.run(main())
@@ -347,13 +348,13 @@ def _command_line(path: Path) -> bytes:
 
 
 async def test_a_stopped_zygote_is_no_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FORK_SECONDS", 0.5)
-    monkeypatch.setattr(module, "_PING_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox_zygote, "_FORK_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox_zygote, "_PING_SECONDS", 0.5)
     async with Sandbox(SandboxConfig(workers=1, preload=())) as sandbox:
         for pid in _processes(sandbox)[1:]:
             os.kill(pid, signal.SIGSTOP)
         assert (await sandbox.run("print(1)")).stdout == "1\n"
-        assert sandbox.stats.zygote_restarts == 1
+        assert sandbox.stats.restarts == 1
 
 
 async def test_close_leaves_nothing() -> None:
@@ -440,7 +441,7 @@ def _children(parent: int) -> list[int]:
 
 def _processes(sandbox: Sandbox) -> list[int]:
     assert sandbox._zygote is not None
-    launcher = sandbox._zygote._process.pid
+    launcher = sandbox._zygote.process.pid
     return [launcher, *_descendants(launcher)]
 
 

@@ -66,7 +66,7 @@ async def _attack(sandbox: Sandbox, code: str) -> ExecResult:
         "import sys, os, numpy, sympy\nprint(sympy.factorint(12), sorted(os.listdir('/tmp')), sys.stdin.read() == '')\nfinal_answer(1)"
     )
     assert (again.status, again.stdout, again.answer) == ("ok", f"{{2: 2, 3: 1}} {_MOUNTED} True\n", "1"), again
-    assert sandbox.stats.zygote_restarts == 0
+    assert sandbox.stats.restarts == 0
     return result
 
 
@@ -390,7 +390,7 @@ async def test_hostile_neighbours(sandbox: Sandbox) -> None:
     jobs += [sandbox.run(f"print({i})") for i in range(20)]
     results = await asyncio.gather(*jobs)
     assert [r.stdout for r in results[8:]] == [f"{i}\n" for i in range(20)]
-    assert sandbox.stats.zygote_restarts == 0
+    assert sandbox.stats.restarts == 0
 
 
 # -------------------------------------------------------------------------------------------------------- ordinary user
