@@ -20,7 +20,7 @@ from fastir.rollout.loop import FeedbackRenderer, RolloutTimes, plain_feedback, 
 from fastir.rollout.prompt import TurnFormat
 from fastir.tiny.problems import tiny_problems
 from fastir.tir.reward import Grader
-from fastir.tir.sandbox import Sandbox
+from fastir.tir.sandbox import SandboxBackend, open_sandbox
 from fastir.training.model import (
     DTYPES,
     Policy,
@@ -44,7 +44,7 @@ class Parts:
     config: Config
     tokenizer: Any
     engine: HFEngine
-    sandbox: Sandbox
+    sandbox: SandboxBackend
     grader: Grader
     turn_format: TurnFormat
     train_problems: ProblemStream
@@ -116,7 +116,7 @@ async def open_parts(
         policy = shard(Policy(model), device, dtype)
     grader = Grader(workers=config.reward.workers, timeout_seconds=config.reward.timeout_seconds)
     try:
-        async with Sandbox(config.sandbox) as sandbox:
+        async with open_sandbox(config.sandbox) as sandbox:
             yield Parts(
                 config=config,
                 tokenizer=tokenizer,

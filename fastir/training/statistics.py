@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastir.tir.sandbox import SandboxStats
 from fastir.training.step import UpdateStats
 from fastir.types import BoolArray, Trajectory
 
@@ -41,6 +42,23 @@ def rollout_metrics(trajectories: Sequence[Trajectory], trains: BoolArray) -> di
     }
     for reason in ("answer", "void", "max_turns", "token_budget", "failed"):
         metrics[f"rollout/finish_{reason}"] = finish.count(reason) / len(finish)
+    return metrics
+
+
+def sandbox_metrics(stats: Sequence[SandboxStats]) -> dict[str, float]:
+    """What one step's executions took, over all ranks' sandboxes: CPU and queue seconds, memory, failures, repairs."""
+    executions = sum(s.executions for s in stats)
+    metrics = {
+        "sandbox/executions": float(executions),
+        "sandbox/cpu_seconds": sum(s.cpu_seconds for s in stats),
+        "sandbox/seconds_mean": sum(s.seconds for s in stats) / max(executions, 1),
+        "sandbox/wait_seconds_mean": sum(s.wait_seconds for s in stats) / max(executions, 1),
+        "sandbox/wait_seconds_max": max(s.wait_max for s in stats),
+        "sandbox/waiting_max": float(max(s.waiting_max for s in stats)),
+        "sandbox/peak_mb": max(s.peak_bytes for s in stats) / 2**20,
+    }
+    for name in ("failed", "refused", "cancelled", "retries", "restarts", "recycled"):
+        metrics[f"sandbox/{name}"] = float(sum(getattr(s, name) for s in stats))
     return metrics
 
 
