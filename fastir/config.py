@@ -134,6 +134,7 @@ class TrainingConfig(Section):
     token_budget: Positive = Field(16384, description="Tokens per packed micro-batch and rank.")
     old_logprobs: Literal["sampler", "recompute"] = Field("sampler", description="π_old of the ratio: the sampler's log-probs, or a forward pass of the trainer before the first update.")
     max_nonfinite_steps: Positive = Field(3, description="Updates in a row with a non-finite loss or gradient before the run stops; each is skipped and saved.")
+    weight_check: Literal["sampled", "full", "off"] = Field("sampled", description="How closely the engine proves after each update that it holds the trainer's weights: a sample of each tensor, every element, or not at all.")
     max_logprob_gap: Annotated[float, Field(gt=0)] = Field(0.05, description="Mean |trainer − sampler| log-prob on the first update of a step above which the run stops: weights, temperature or masks disagree.")
 
 

@@ -1,26 +1,28 @@
-"""The Hugging Face engine: batched decoding with transformers' own modules, for CPUs and single GPUs.
+"""The Hugging Face engine: continuous batching with transformers' own modules, for CPUs and single GPUs.
 
-Keys and values of a rollout stay here between its turns, so a turn costs only its new tokens. Nothing depends on
-scheduling: requests are served in the order given, in fixed batches, with randomness addressed by each request's seed.
+Keys and values of a rollout stay here between its turns, so a turn costs only its new tokens. Randomness is addressed
+by each request's seed. Which rows share a batch changes the last bits of a log-prob; requests that were all added
+before the first step always meet in the same batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from fastir.rollout.engine import Sample, SampleRequest, tensor_checksum, uniforms
+from fastir.rollout.engine import EngineError, Sample, SampleRequest, WeightCheck, tensor_checksum, uniforms
 
 #: Finished rows are dropped from the batch once fewer than this share of its rows is still sampling.
 _COMPACT_BELOW = 0.7
 
 
 class _Cache:
-    """Keys and values of B rows, contiguous from position 0, and the attention over them."""
+    """Keys and values of B rows, contiguous from position 0, and the attention over them. The buffer may be larger."""
 
     def __init__(self, layers: int, rows: int, heads: int, capacity: int, width: int, like: torch.Tensor) -> None:
         self.data = like.new_zeros(layers, 2, rows, heads, capacity, width)
@@ -37,21 +39,64 @@ class _Cache:
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        batch, heads, length, width = query.shape
         index = self._positions[:, None, :, None].expand_as(key)
-        keys, values = self.data[layer, 0], self.data[layer, 1]
+        keys, values = self.data[layer, 0, :batch], self.data[layer, 1, :batch]
         keys.scatter_(2, index, key)
         values.scatter_(2, index, value)
         keys, values = keys[:, :, : self.span], values[:, :, : self.span]
-        batch, heads, length, width = query.shape
         grouped = query.reshape(batch, keys.shape[1], -1, width)  # heads that share a key lie side by side
         scores = (grouped @ keys.transpose(2, 3)).view(batch, heads, length, self.span) * scaling
         weights = scores.masked_fill(~self._visible, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
         attended = weights.view(batch, keys.shape[1], -1, self.span) @ values
         return attended.view(batch, heads, length, width).transpose(1, 2)
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def select(self, rows: torch.Tensor) -> None:
+        """Make these rows, in this order and as often as they are named, the cache's rows."""
         self.data = self.data[:, :, rows]
         self.lengths = self.lengths[rows]
+
+    def compact(self, rows: torch.Tensor) -> None:
+        """Keep these rows, in order, at the front of the buffer."""
+        self.lengths = self.lengths[rows]
+        span = int(self.lengths.max())
+        self.data[:, :, : len(rows), :, :span] = self.data[:, :, rows, :, :span]
+
+    def put(self, rows: torch.Tensor, other: _Cache, most_rows: int) -> None:
+        """Copy the rows of ``other`` to ``rows``, which are free or lie behind the last; the buffer grows as needed."""
+        count, capacity = max(int(rows.max()) + 1, len(self.lengths)), other.data.shape[-2]
+        layers, _, held_rows, heads, held, width = self.data.shape
+        if count > held_rows or capacity > held:
+            data = self.data.new_zeros(
+                layers,
+                2,
+                held_rows if count <= held_rows else min(most_rows, max(count, 2 * held_rows)),
+                heads,
+                held if capacity <= held else max(capacity, held + held // 4),
+                width,
+            )
+            data[:, :, :held_rows, :, :held] = self.data
+            self.data = data
+        self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(count - len(self.lengths))])
+        self.lengths[rows] = other.lengths
+        span = int(other.lengths.max())
+        self.data[:, :, rows, :, :span] = other.data[..., :span, :]
+
+
+@dataclass(eq=False)
+class _Row:
+    """A request being decoded, at the same place as its row of the cache."""
+
+    request: SampleRequest
+    draws: np.ndarray  # (max_tokens,) uniforms
+    tokens: np.ndarray = field(init=False)  # (max_tokens,), filled as sampled
+    logprobs: np.ndarray = field(init=False)
+    sampled: int = 0
+    alive: bool = True  # a finished or aborted row samples on into the void until its place is taken or dropped
+
+    def __post_init__(self) -> None:
+        self.tokens = np.zeros(len(self.draws), dtype=np.int32)
+        self.logprobs = np.zeros(len(self.draws), dtype=np.float32)
 
 
 class HFEngine:
@@ -70,6 +115,10 @@ class HFEngine:
         self.stop = tuple(stop)
         self.batch_size = batch_size
         self.weight_version = 0
+        self._waiting: deque[SampleRequest] = deque()
+        self._rows: list[_Row] = []
+        self._cache: Any = None  # of the rows
+        self._hidden: Any = None  # (B, H) what each row's next token is drawn from
         self._prefixes: dict[tuple[int, ...], tuple[np.ndarray, torch.Tensor]] = {}
         self._eos = tokenizer.eos_token_id
         self._stop_window = max((len(text) for text in self.stop), default=0)
@@ -80,77 +129,137 @@ class HFEngine:
         for token in range(min(vocabulary, len(tokenizer))):
             self._may_stop[token] = not last_characters.isdisjoint(tokenizer.decode([token]))
 
-    @torch.inference_mode()
-    def generate(
-        self, requests: Sequence[SampleRequest], *, temperature: float, finished: Callable[[int, Sample], None]
-    ) -> None:
-        for start in range(0, len(requests), self.batch_size):
-            batch = requests[start : start + self.batch_size]
-            self._generate_batch(batch, temperature, partial(_offset, finished, start))
+    def add(self, request: SampleRequest) -> None:
+        if request.max_tokens < 1:
+            raise ValueError("SampleRequest.max_tokens must be at least 1")
+        self._waiting.append(request)
 
-    def load_weights(self, parameters: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    @torch.inference_mode()
+    def step(self) -> list[tuple[tuple[int, ...], Sample]]:
+        """Read in waiting requests while rows are free, then sample one token in every row."""
+        self._admit()
+        if not self._rows:
+            return []
+        logits = self.model.get_output_embeddings()(self._hidden).float()
+        if not bool(torch.isfinite(logits).all()):
+            raise EngineError("HFEngine: non-finite logits: the weights are broken; resume from an older checkpoint")
+        draws = np.array([row.draws[min(row.sampled, len(row.draws) - 1)] for row in self._rows])
+        temperatures = np.array([row.request.temperature for row in self._rows], dtype=np.float32)
+        picks, logprobs = _sample(logits, draws, temperatures)
+        completed = []
+        for i, row in enumerate(self._rows):
+            if row.alive:
+                row.tokens[row.sampled], row.logprobs[row.sampled] = picks[i], logprobs[i]
+                row.sampled += 1
+                ids = row.tokens[: row.sampled]
+                stop = self._stopped(ids)
+                if stop or row.sampled >= row.request.max_tokens:
+                    row.alive = False
+                    self._keep_prefix(row.request, ids, i)
+                    sample = Sample(ids, row.logprobs[: row.sampled], stop or "length", self.weight_version)
+                    completed.append((row.request.key, sample))
+        self._forward_batch(picks)
+        return completed
+
+    def abort(self, keys: Iterable[tuple[int, ...]]) -> None:
+        dropped = set(keys)
+        self._waiting = deque(request for request in self._waiting if request.key not in dropped)
+        for row in self._rows:
+            row.alive = row.alive and row.request.key not in dropped
+        self._drop_finished()
+
+    def load_weights(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], version: int, *, check: WeightCheck
+    ) -> None:
+        if self._waiting or any(row.alive for row in self._rows):
+            raise EngineError("HFEngine.load_weights: requests are in flight; finish or abort them first")
         own = dict(self.model.named_parameters())
         missing = set(own)
+        limit = None if check == "full" else 1 << 16
+        expected: dict[str, int] = {}
         with torch.no_grad():
             for name, tensor in parameters:
                 if name not in own:
-                    raise KeyError(f"HFEngine.load_weights: the model has no parameter {name!r}")
+                    raise EngineError(f"HFEngine.load_weights: the model has no parameter {name!r}")
+                if check != "off":
+                    expected[name] = tensor_checksum(tensor, own[name].dtype, limit)
                 own[name].copy_(tensor)
                 missing.discard(name)
         if missing:
-            raise KeyError(f"HFEngine.load_weights: no weights given for {sorted(missing)[:3]}")
-        self.weight_version = version
+            raise EngineError(f"HFEngine.load_weights: no weights given for {sorted(missing)[:3]}")
         self.forget()
-
-    def checksum(self) -> dict[str, int]:
-        return {name: tensor_checksum(p, p.dtype) for name, p in self.model.named_parameters()}
+        held = {name: tensor_checksum(p, p.dtype, limit) for name, p in self.model.named_parameters() if expected}
+        wrong = [name for name, sent in expected.items() if held[name] != sent]
+        if wrong:
+            raise EngineError(
+                f"after weight update {version} the engine holds other values of {wrong[0]} and {len(wrong) - 1} more"
+            )
+        self.weight_version = version
 
     def forget(self) -> None:
-        """Drop every kept prefix (after a weight update, and when a set of rollouts is done)."""
         self._prefixes.clear()
 
-    def _generate_batch(
-        self, requests: Sequence[SampleRequest], temperature: float, finished: Callable[[int, Sample], None]
-    ) -> None:
-        limits = np.array([request.max_tokens for request in requests])
-        if limits.min() < 1:
-            raise ValueError("SampleRequest.max_tokens must be at least 1")
+    def sleep(self) -> None:
+        """Nothing to free but the cached prefixes: the model is small where this engine is the right one."""
+        self.forget()
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.forget()
+        self._waiting.clear()
+        self._rows, self._cache, self._hidden = [], None, None
+
+    def _admit(self) -> None:
+        """Read the contexts of waiting requests into free rows."""
+        alive = sum(row.alive for row in self._rows)
+        count = min(len(self._waiting), self.batch_size - alive)
+        if count <= 0:
+            return
+        requests = [self._waiting.popleft() for _ in range(count)]
         cache, hidden = self._read_contexts(requests)
-        randoms = np.stack([uniforms(request.seed, int(limits.max())) for request in requests])  # (B, most tokens)
-        tokens = np.zeros(randoms.shape, dtype=np.int32)
-        logprobs = np.zeros(randoms.shape, dtype=np.float32)
-        sampled = np.zeros(len(requests), dtype=int)
-        active = np.arange(len(requests))  # requests still in the cache's rows, in row order
-        alive = np.ones(len(requests), dtype=bool)  # rows of the cache that still sample
-        while True:
-            logits = self.model.get_output_embeddings()(hidden).float()
-            if not bool(torch.isfinite(logits).all()):
-                raise FloatingPointError("HFEngine: non-finite logits; the weights are broken")
-            column = sampled[active]
-            draws = randoms[active, np.minimum(column, randoms.shape[1] - 1)]
-            picks, picked_logprobs = _sample(logits, draws, temperature)
-            rows = active[alive]
-            tokens[rows, column[alive]] = picks[alive]
-            logprobs[rows, column[alive]] = picked_logprobs[alive]
-            sampled[rows] += 1
-            for row in np.flatnonzero(alive).tolist():
-                i = int(active[row])
-                ids = tokens[i, : sampled[i]]
-                stop = self._stopped(ids)
-                if stop or sampled[i] >= limits[i]:
-                    alive[row] = False
-                    self._close(requests[i], ids, cache, row)
-                    finished(i, Sample(ids, logprobs[i, : sampled[i]], stop or "length"))
-            if not alive.any():
-                break
-            if alive.mean() < _COMPACT_BELOW:
-                kept = np.flatnonzero(alive)
-                active, picks, alive = active[kept], picks[kept], alive[kept]
-                cache.keep(torch.from_numpy(kept).to(cache.data.device))
-            # A finished row not yet dropped samples on into the void: keep it inside the buffer.
-            positions = cache.lengths.clamp(max=cache.data.shape[-2] - 1)[:, None]
-            hidden = self._forward(torch.from_numpy(picks).to(positions.device)[:, None], positions, cache)[:, 0]
-            cache.lengths = positions[:, 0] + 1
+        rows = [_Row(request, uniforms(request.seed, request.max_tokens)) for request in requests]
+        if not alive:
+            self._rows, self._cache, self._hidden = rows, cache, hidden
+            return
+        free = [i for i, row in enumerate(self._rows) if not row.alive]
+        places = [*free, *range(len(self._rows), len(self._rows) + count)][:count]
+        self._rows += rows[len(free) :]
+        for place, row in zip(places, rows, strict=True):
+            self._rows[place] = row
+        index = torch.tensor(places, device=hidden.device)
+        self._cache.put(index, cache, self.batch_size)
+        grown = hidden.new_zeros(len(self._rows), hidden.shape[1])
+        grown[: len(self._hidden)] = self._hidden
+        grown[index] = hidden
+        self._hidden = grown
+
+    def _forward_batch(self, picks: np.ndarray) -> None:
+        """Run the tokens just picked, (B,), so that every row has its next hidden state; drops finished rows."""
+        picks = picks[self._drop_finished()]
+        if not self._rows:
+            return
+        # A finished row not yet dropped samples on into the void: keep it inside the buffer.
+        positions = self._cache.lengths.clamp(max=self._cache.data.shape[-2] - 1)[:, None]
+        token_ids = torch.from_numpy(picks).to(positions.device)[:, None]
+        self._hidden = self._forward(token_ids, positions, self._cache)[:, 0]
+        self._cache.lengths = positions[:, 0] + 1
+
+    def _drop_finished(self) -> np.ndarray:
+        """Once too few rows still sample, drop the others; returns the places of the rows that stayed."""
+        alive = np.array([row.alive for row in self._rows], dtype=bool)
+        kept = np.arange(len(alive))
+        if not alive.any():
+            kept = kept[:0]
+            self._rows, self._cache, self._hidden = [], None, None
+        elif alive.mean() < _COMPACT_BELOW:
+            kept = np.flatnonzero(alive)
+            self._rows = [self._rows[i] for i in kept]
+            index = torch.from_numpy(kept).to(self._hidden.device)
+            self._cache.compact(index)
+            self._hidden = self._hidden[index]
+        return kept
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: _Cache) -> torch.Tensor:
         """(B, L) ids at their positions → (B, L, H) last hidden states; the cache takes their keys and values."""
@@ -176,7 +285,7 @@ class HFEngine:
         cache.lengths = positions[rows, last] + 1
         expand = torch.tensor(owner, device=device)
         hidden = hidden[rows, last][expand]
-        cache.keep(expand)
+        cache.select(expand)
         return cache, hidden
 
     def _open(self, requests: Sequence[SampleRequest], room: int) -> tuple[_Cache, list[np.ndarray], torch.Tensor]:
@@ -213,13 +322,13 @@ class HFEngine:
         first = torch.tensor(starts, device=parameter.device)
         return cache, new_tokens, first[:, None] + torch.arange(longest, device=parameter.device)
 
-    def _close(self, request: SampleRequest, sampled: np.ndarray, cache: _Cache, row: int) -> None:
+    def _keep_prefix(self, request: SampleRequest, sampled: np.ndarray, row: int) -> None:
         """Keep the row's keys and values for its next turn; the last sampled token has none yet."""
-        length = int(cache.lengths[row])
+        length = int(self._cache.lengths[row])
         ids = np.concatenate([request.token_ids, sampled])[:length]
-        self._prefixes[request.key] = (ids, cache.data[:, :, row, :, :length].clone())
+        self._prefixes[request.key] = (ids, self._cache.data[:, :, row, :, :length].clone())
 
-    def _stopped(self, ids: np.ndarray) -> Any:
+    def _stopped(self, ids: np.ndarray) -> Literal["eos", "stop"] | None:
         token = int(ids[-1])
         if token == self._eos:
             return "eos"
@@ -230,19 +339,18 @@ class HFEngine:
         return None
 
 
-def _offset(finished: Callable[[int, Sample], None], start: int, i: int, sample: Sample) -> None:
-    finished(start + i, sample)
-
-
-def _sample(logits: torch.Tensor, draws: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse-CDF sampling: (B, V) float32 logits and (B,) uniforms → (B,) ids and log-probs at the temperature."""
-    scaled = logits / temperature if temperature > 0 else logits
-    logprobs = scaled.log_softmax(-1)
-    if temperature > 0:
+def _sample(logits: torch.Tensor, draws: np.ndarray, temperatures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Inverse-CDF sampling: (B, V) float32 logits, (B,) uniforms and temperatures → (B,) ids and log-probs."""
+    divisors = torch.from_numpy(np.where(temperatures > 0, temperatures, 1).astype(np.float32)).to(logits.device)
+    logprobs = (logits / divisors[:, None]).log_softmax(-1)
+    if (temperatures == 0).all():
+        picks = logprobs.argmax(-1, keepdim=True)
+    else:
         cumulative = logprobs.double().exp().cumsum(-1)
         targets = torch.from_numpy(draws).to(logits.device)[:, None] * cumulative[:, -1:]
         # side="right" never picks a token of probability zero
         picks = torch.searchsorted(cumulative, targets, right=True).clamp(max=logits.shape[-1] - 1)
-    else:
-        picks = logprobs.argmax(-1, keepdim=True)
+        greedy = torch.from_numpy(temperatures == 0).to(logits.device)
+        if bool(greedy.any()):
+            picks[greedy] = logprobs[greedy].argmax(-1, keepdim=True)
     return picks[:, 0].cpu().numpy(), logprobs.gather(-1, picks)[:, 0].cpu().numpy()

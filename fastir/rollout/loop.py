@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from fastir.rollout.engine import Engine, Sample, SampleRequest
 from fastir.rollout.prompt import TurnFormat
 from fastir.tir.feedback import feedback_text
 from fastir.tir.grammar import parse_turn
-from fastir.tir.sandbox import ExecResult, Sandbox, SandboxError
+from fastir.tir.sandbox import ExecResult, SandboxBackend, SandboxError
 from fastir.types import FinishReason, IntArray, Trajectory, Turn
 
 #: (result of the execution, the turn's seed address) → what the policy is shown
@@ -98,7 +97,7 @@ async def rollout(
     *,
     group_size: int,
     engine: Engine,
-    sandbox: Sandbox,
+    sandbox: SandboxBackend,
     turn_format: TurnFormat,
     tir: TirConfig,
     decode: Callable[[Sequence[int]], str],
@@ -156,16 +155,24 @@ async def _one_turn(
     loop = asyncio.get_running_loop()
     advancing: list[asyncio.Task[None]] = []
 
-    def advance(i: int, sample: Sample) -> None:
-        step = _advance(active[i], sample, run, turn_format, tir, decode, render)
+    by_key = {r.seed: r for r in active}
+
+    def advance(key: tuple[int, ...], sample: Sample) -> None:
+        step = _advance(by_key[key], sample, run, turn_format, tir, decode, render)
         advancing.append(loop.create_task(step))
 
-    def finished(i: int, sample: Sample) -> None:  # called in the engine's thread
-        loop.call_soon_threadsafe(advance, i, sample)
+    def sampling() -> None:  # in the engine's thread
+        for r in active:
+            seed = (*r.seed, len(r.turns))
+            engine.add(SampleRequest(r.seed, r.context(), _turn_budget(r, tir), seed, temperature))
+        missing = len(active)
+        while missing:
+            completed = engine.step()
+            missing -= len(completed)
+            for key, sample in completed:
+                loop.call_soon_threadsafe(advance, key, sample)
 
     began = time.perf_counter()
-    requests = [SampleRequest(r.seed, r.context(), _turn_budget(r, tir), (*r.seed, len(r.turns))) for r in active]
-    sampling = partial(engine.generate, requests, temperature=temperature, finished=finished)
     try:
         await loop.run_in_executor(thread, sampling)
         generated = time.perf_counter()
@@ -179,7 +186,7 @@ async def _one_turn(
     times.tool += time.perf_counter() - generated
 
 
-def _shared(sandbox: Sandbox) -> Callable[[str], Awaitable[ExecResult]]:
+def _shared(sandbox: SandboxBackend) -> Callable[[str], Awaitable[ExecResult]]:
     """``sandbox.run``, except that code seen before waits for the first one's result."""
     running: dict[str, asyncio.Future[ExecResult]] = {}
 

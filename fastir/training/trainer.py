@@ -89,7 +89,7 @@ async def _train(config: Config, resume: bool, render: FeedbackRenderer) -> dict
         counters: dict[str, Any] = {"step": 0, "position": 0, "updates": 0, "train_seconds": 0.0, "before": {}}
         if resume:
             counters = checkpoint.load(found[-1], policy, optimizer)
-            sync_weights(policy, parts.engine, counters["updates"], parts.dtype)
+            sync_weights(policy, parts.engine, counters["updates"], parts.dtype, config.training.weight_check)
         elif parts.main:
             config.run_dir.mkdir(parents=True, exist_ok=True)
             (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
@@ -162,7 +162,9 @@ async def _train(config: Config, resume: bool, render: FeedbackRenderer) -> dict
                                     f"(training.max_nonfinite_steps); rollouts are in {config.run_dir / 'nonfinite'}"
                                 )
                     with progress.phase("sync") as sync_timer:
-                        sync_weights(policy, parts.engine, counters["updates"], parts.dtype)
+                        sync_weights(
+                            policy, parts.engine, counters["updates"], parts.dtype, config.training.weight_check
+                        )
 
                     seconds = time.perf_counter() - began
                     counters["position"] = position

@@ -23,21 +23,28 @@ class Script:
     def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns = tokenizer, turns
         self.batch_size, self.weight_version = 100, 4
-        self.requests = []
+        self.requests, self.waiting = [], []
 
-    def generate(self, requests, *, temperature, finished):
-        for i, request in enumerate(requests):
-            self.requests.append(request)
-            *_, sibling, turn = request.seed
-            text = self.turns[sibling][turn]
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            stop = "stop"
-            if not text.endswith("```\n"):
-                ids.append(self.tokenizer.eos_token_id)
-                stop = "eos"
-            if len(ids) > request.max_tokens:
-                ids, stop = ids[: request.max_tokens], "length"
-            finished(i, Sample(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), stop))
+    def add(self, request):
+        self.requests.append(request)
+        self.waiting.append(request)
+
+    def step(self):
+        completed = [(request.key, self.sample(request)) for request in self.waiting]
+        self.waiting = []
+        return completed
+
+    def sample(self, request):
+        *_, sibling, turn = request.seed
+        text = self.turns[sibling][turn]
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        stop = "stop"
+        if not text.endswith("```\n"):
+            ids.append(self.tokenizer.eos_token_id)
+            stop = "eos"
+        if len(ids) > request.max_tokens:
+            ids, stop = ids[: request.max_tokens], "length"
+        return Sample(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), stop, self.weight_version)
 
 
 @pytest.fixture(scope="module")
