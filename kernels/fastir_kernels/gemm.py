@@ -10,6 +10,7 @@ fp32 elsewhere; the weight gradient accumulates in fp32 over all chunks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,16 +18,16 @@ from torch import Tensor
 
 CPU_PRODUCT_ROWS = 128
 CUDA_PRODUCT_ROWS = 1024
-BLOCK_COLUMNS = 16384  # of the vocabulary, widened to fp32 at a time
+BLOCK_COLUMNS = 8192  # of the vocabulary, widened to fp32 at a time
 
 
 def _as_given(function: Any) -> Any:
     """function, out of reach of an autocast region, which would round the operands of its products to bf16."""
 
     @functools.wraps(function)
-    def wrapped(first: Tensor, *rest: Any) -> Any:
-        with torch.autocast(first.device.type, enabled=False):
-            return function(first, *rest)
+    def wrapped(*args: Any) -> Any:
+        with torch.autocast(args[-1].device.type, enabled=False):
+            return function(*args)
 
     return wrapped
 
@@ -37,56 +38,78 @@ def gradient_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if narrow else torch.float32
 
 
-def _blocks(weight: Tensor) -> list[tuple[int, int]]:
-    step = BLOCK_COLUMNS if weight.device.type == "cpu" and weight.dtype != torch.float32 else max(len(weight), 1)
-    return [(a, min(a + step, len(weight))) for a in range(0, len(weight), step)]
+class Head:
+    """softcap * tanh((hidden weight^T + bias) / softcap), and the products of its backward.
 
-
-@_as_given
-def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-    """softcap * tanh((hidden weight^T + bias) / softcap) as (R, V) fp32; softcap 0 means none.
-
-    Every product has the same number of rows, the last one padded, since a library may sum in another order for another
-    number: a row's logits have the same bits in any batch, for one library, device and number of threads.
+    Its buffers are made once and used again for every chunk: fresh memory from the system costs a CPU more than the
+    widening that fills it. weight (V, H), bias (V,) or None; softcap 0 means none.
     """
-    on_gpu = hidden.device.type == "cuda"
-    narrow = on_gpu and hidden.dtype != torch.float32
-    rows, step = len(hidden), CUDA_PRODUCT_ROWS if on_gpu else CPU_PRODUCT_ROWS
-    tail = rows % step
-    full = hidden if narrow else hidden.float()
-    padded = torch.nn.functional.pad(full[rows - tail :], (0, 0, 0, step - tail)) if tail else None
-    logits = hidden.new_empty((rows, len(weight)), dtype=torch.float32)
 
-    def product(x: Tensor, w: Tensor, out: Tensor) -> None:
-        if narrow:
-            torch.mm(x, w.t(), out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(x, w.t(), out=out)
+    def __init__(self, weight: Tensor, bias: Tensor | None, softcap: float) -> None:
+        self.weight, self.bias, self.softcap = weight, bias, softcap
+        self._logits = weight.new_empty(0, dtype=torch.float32)
+        self._widened = weight.new_empty(0, dtype=torch.float32)
 
-    for a, b in _blocks(weight):
-        w = weight[a:b] if narrow else weight[a:b].float()
-        for r in range(0, rows - tail, step):
-            product(full[r : r + step], w, logits[r : r + step, a:b])
-        if padded is not None:
-            spare = logits.new_empty((step, b - a))
-            product(padded, w, spare)
-            logits[rows - tail :, a:b] = spare[:tail]
-    if bias is not None:
-        logits += bias
-    if softcap:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    return logits
+    @_as_given
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (R, H) -> (R, V) fp32, contiguous, in a buffer that the next call writes again.
+
+        Every product has the same number of rows, the last one padded, since a library may sum in another order for
+        another number: a row's logits have the same bits in any batch, for one library, device and number of threads.
+        """
+        on_gpu = hidden.device.type == "cuda"
+        narrow = on_gpu and hidden.dtype != torch.float32
+        rows, step = len(hidden), CUDA_PRODUCT_ROWS if on_gpu else CPU_PRODUCT_ROWS
+        whole = rows + -rows % step
+        padded = torch.nn.functional.pad(hidden if narrow else hidden.float(), (0, 0, 0, whole - rows))
+        if len(self._logits) < whole:
+            self._logits = hidden.new_empty((whole, len(self.weight)), dtype=torch.float32)
+        for a, b, w in self._blocks(narrow):
+            for r in range(0, whole, step):
+                out = self._logits[r : r + step, a:b]
+                if narrow:
+                    torch.mm(padded[r : r + step], w.t(), out_dtype=torch.float32, out=out)
+                else:
+                    torch.mm(padded[r : r + step], w.t(), out=out)
+        logits = self._logits[:rows]
+        if self.bias is not None:
+            logits += self.bias
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    @_as_given
+    def hidden_gradient(self, dlogits: Tensor) -> Tensor:
+        """dlogits (R, V) in `gradient_dtype` -> (R, H)."""
+        if dlogits.dtype == self.weight.dtype:
+            return torch.mm(dlogits, self.weight)
+        out = dlogits.new_zeros((len(dlogits), self.weight.shape[1]))
+        for a, b, w in self._blocks(False):
+            out.addmm_(dlogits[:, a:b], w)
+        return out
+
+    def _blocks(self, narrow: bool) -> Iterator[tuple[int, int, Tensor]]:
+        """(first row, end, those rows of the weight in the dtype of the products)."""
+        vocabulary, width = self.weight.shape
+        if narrow or self.weight.dtype == torch.float32:
+            yield 0, vocabulary, self.weight
+            return
+        step = vocabulary if self.weight.device.type == "cuda" else min(vocabulary, BLOCK_COLUMNS)
+        if not len(self._widened):
+            self._widened = self.weight.new_empty((step, width), dtype=torch.float32)
+        for a in range(0, vocabulary, step):
+            b = min(a + step, vocabulary)
+            yield a, b, self._widened[: b - a].copy_(self.weight[a:b])
 
 
-@_as_given
-def hidden_gradient(dlogits: Tensor, weight: Tensor) -> Tensor:
-    """dlogits (R, V) in `gradient_dtype` times weight (V, H) -> (R, H)."""
-    if dlogits.dtype == weight.dtype:
-        return torch.mm(dlogits, weight)
-    out = dlogits.new_zeros((len(dlogits), weight.shape[1]))
-    for a, b in _blocks(weight):
-        out.addmm_(dlogits[:, a:b], weight[a:b].float())
-    return out
+def keep_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows] for ascending rows; on a CPU moved within x's own memory."""
+    if x.device.type == "cuda":
+        return x[rows]
+    for i, r in enumerate(rows.tolist()):
+        if i != r:
+            x[i] = x[r]
+    return x[: len(rows)]
 
 
 @_as_given

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from . import checks
 from .backend import resolve
 from .chunks import dlogits, row_chunks, stats
-from .gemm import add_weight_gradient, gradient_dtype, hidden_gradient, linear_logits
+from .gemm import Head, add_weight_gradient, gradient_dtype
 from .logprobs import naive_token_logprobs
 from .spec import TokenStats
 from .vocab_parallel import VocabParallel
@@ -30,9 +30,9 @@ def _linear_token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> logprob, entropy, ||pi - e_target||^2, lse, each (T,) fp32."""
     out = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
+    head = Head(weight, bias, softcap)
     for r in row_chunks(len(hidden), mask, len(weight), hidden.device):
-        z = linear_logits(hidden[r], weight, bias, softcap)
-        out[:, r] = stats(backend, z, targets[r], 1 / temperature[r])
+        out[:, r] = stats(backend, head.logits(hidden[r]), targets[r], 1 / temperature[r])
     return out[0].clone(), out[1].clone(), out[2].clone(), out[3].clone()
 
 
@@ -60,18 +60,20 @@ def _grad(
     dhidden = torch.zeros_like(hidden) if need[0] else hidden.new_empty(0)
     dweight = torch.zeros_like(weight, dtype=torch.float32) if need[1] else weight.new_empty(0)
     dbias = weight.new_zeros(len(weight) if need[2] else 0, dtype=torch.float32)
+    head = Head(weight, bias, softcap)
     for r in row_chunks(len(hidden), mask, len(weight), hidden.device):
         h = hidden[r]
-        z = linear_logits(h, weight, bias, softcap)
+        z = head.logits(h)
         c, e = (None if x is None else x[r].float() for x in (dlogprob, dentropy))
         dtype = gradient_dtype(hidden)
         dz = dlogits(backend, z, targets[r], 1 / temperature[r], statistics[:, r], c, e, softcap, dtype)[0]
         if need[0]:
-            dhidden[r] = hidden_gradient(dz, weight).to(dhidden.dtype)
+            dhidden[r] = head.hidden_gradient(dz).to(dhidden.dtype)
         if need[1]:
             add_weight_gradient(dweight, dz, h)
         if need[2]:
             dbias += dz.sum(dim=0, dtype=torch.float32)
+    del head  # their memory is room for the narrowed gradient
     return dhidden, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
 
 

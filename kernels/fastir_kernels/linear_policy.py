@@ -11,7 +11,7 @@ from . import checks
 from .backend import resolve
 from .chunks import dlogits, row_chunks
 from .chunks import stats as row_stats
-from .gemm import add_weight_gradient, gradient_dtype, hidden_gradient, linear_logits
+from .gemm import Head, add_weight_gradient, gradient_dtype, keep_rows
 from .linear_logprobs import check_linear_inputs, fake_gradients
 from .logprobs import naive_token_logprobs
 from .norms import segment_sum
@@ -49,18 +49,18 @@ def _linear_policy(
     dweight = torch.zeros_like(weight, dtype=torch.float32) if need[1] else weight.new_empty(0)
     dbias = weight.new_zeros(len(weight) if need[2] else 0, dtype=torch.float32)
     chunks = row_chunks(len(hidden), mask, len(weight), hidden.device)
+    head = Head(weight, bias, softcap)
 
     sequence_ratio = None
     if spec.kind == "gspo" and old_logprob is not None:  # the ratio of a sequence needs all of its rows first
         for r in chunks:
-            z = linear_logits(hidden[r], weight, bias, softcap)
-            stats[:, r] = row_stats(backend, z, targets[r], 1 / temperature[r])
+            stats[:, r] = row_stats(backend, head.logits(hidden[r]), targets[r], 1 / temperature[r])
         own = segment_sum(mask, cu_seqlens)
         sequence_ratio = sequence_log_ratio(stats[0] - old_logprob.float(), mask, own, trajectory, cu_seqlens)
 
-    def chunk(r: Tensor | slice) -> None:
+    def chunk(r: Tensor | slice, head: Head) -> None:
         h, target, inverse = hidden[r], targets[r], 1 / temperature[r]
-        z = linear_logits(h, weight, bias, softcap)
+        z = head.logits(h)
         st = row_stats(backend, z, target, inverse)
         stats[:, r] = st
         old = st[0] if old_logprob is None else old_logprob[r].float()
@@ -81,17 +81,19 @@ def _linear_policy(
                 return
             if len(live) <= 0.9 * len(c):
                 where = live + r.start if isinstance(r, slice) else r[live]
-                h, z, target, inverse, st, c = h[live], z[live], target[live], inverse[live], st[:, live], c[live]
+                z = keep_rows(z, live)
+                h, target, inverse, st, c = h[live], target[live], inverse[live], st[:, live], c[live]
         dz, grad_sqnorm[where] = dlogits(backend, z, target, inverse, st, c, e, softcap, gradient_dtype(hidden))
         if need[0]:
-            dhidden[where] = hidden_gradient(dz, weight).to(dhidden.dtype)
+            dhidden[where] = head.hidden_gradient(dz).to(dhidden.dtype)
         if need[1]:
             add_weight_gradient(dweight, dz, h)
         if need[2]:
             dbias.add_(dz.sum(dim=0, dtype=torch.float32))
 
     for r in chunks:
-        chunk(r)  # a function, so that its logits are gone when the next chunk or the narrowed gradient needs room
+        chunk(r, head)  # a function, so that its logits are gone when the narrowed gradient needs room
+    del head
     dbias = dbias if bias is None else dbias.to(bias.dtype)
     return stats[0].clone(), stats[1].clone(), grad_sqnorm, dhidden, dweight.to(weight.dtype), dbias
 

@@ -7,7 +7,9 @@ r1 = sum_{j != a} e^{s_j - m}, r2 = sum_{j != a} e^{2(s_j - m)} and e_a = e^{s_a
     ||pi - e_a||^2 = (r1^2 + r2) / (r1 + e_a)^2
     entropy        = log(r1 + e_a) - (sum_j e^{s_j - m} (s_j - m)) / (r1 + e_a)
 
-`row_stats` and `row_grad` are one formula each; on a CPU with a C++ compiler they run compiled, else as is.
+The sums are made block by block, each relative to its block's maximum. What touches every logit (`block_sums`,
+`softmax_grad`, `entropy_grad`) runs compiled on a CPU with a C++ compiler; the target's column, and the sums of its
+block, are done apart.
 """
 
 from __future__ import annotations
@@ -23,6 +25,25 @@ from torch import Tensor
 
 # Narrower rows gain nothing from compilation. A function of V alone, so that a row gives the same bits in any batch.
 COMPILE_COLUMNS = 4096
+# Columns summed in fp32 before the partial sums are added in float64: 64 terms for each of a register's 16 lanes.
+BLOCK = 1024
+
+
+def exponential_sums(s: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """s (..., B) fp32 -> m = max s, and the sums over B of e^{s - m}, e^{2(s - m)} and e^{s - m} (s - m). -inf adds
+    nothing."""
+    m = s.amax(-1)
+    s = s - torch.where(m == -torch.inf, 0.0, m).unsqueeze(-1)
+    s = s.clamp(min=-1000.0)  # e^s is 0 there, and never 0 times infinity
+    e = torch.exp(s)
+    return m, e.sum(-1), (e * e).sum(-1), (e * s).sum(-1)
+
+
+def block_sums(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`exponential_sums` of each whole block of each row, (R, V // BLOCK)."""
+    blocks = logits.shape[1] // BLOCK
+    body = logits[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK))
+    return exponential_sums(body.float() * inverse_temperature[:, None, None])
 
 
 def row_stats(logits: Tensor, target: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -31,25 +52,69 @@ def row_stats(logits: Tensor, target: Tensor, inverse_temperature: Tensor) -> tu
     A -inf logit is a column outside the vocabulary. NaN stays in its own row. A negative target is a column in another
     shard: its logprob is -inf, and the norm 1 + sum pi^2.
     """
+    columns = logits.shape[1]
+    blocks = columns // BLOCK
+    tail = blocks * BLOCK  # where the last, incomplete block begins
+
+    def without(column: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        s = z.float() * inverse_temperature[:, None]
+        is_target = torch.arange(z.shape[1], device=z.device) == column[:, None]
+        return tuple(x[:, None] for x in exponential_sums(torch.where(is_target, -torch.inf, s)))
+
+    parts: tuple[Tensor, ...] = ()
+    if blocks:
+        own = torch.where(target < tail, target, 0).clamp(min=0) // BLOCK
+        z = logits[:, :tail].unflatten(1, (blocks, BLOCK))[torch.arange(len(own), device=own.device), own]
+        sums = _run(block_sums, logits, inverse_temperature)
+        parts = tuple(x.scatter(1, own[:, None], y) for x, y in zip(sums, without(target - own * BLOCK, z)))
+    if tail < columns:
+        last = without(target - tail, logits[:, tail:])
+        parts = tuple(torch.cat(pair, 1) for pair in zip(parts, last)) if parts else last
+
     s_a = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float() * inverse_temperature
     s_a = torch.where(target < 0, -torch.inf, s_a)
-    is_target = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) == target.int()[:, None]
-    s = logits.float() * inverse_temperature[:, None]
-    m = s.amax(dim=1)
+    block_m, r1, r2, first = parts
+    m = torch.maximum(block_m.amax(1), s_a)
     m = torch.where(m == -torch.inf, 0.0, m)
-    s, s_a = s - m[:, None], s_a - m
-    others = torch.where(is_target, 0.0, torch.exp(s))
+    below = (block_m - m[:, None]).clamp(min=-1000.0)
+    weight = torch.exp(below)
+    first = (weight * (first + below * r1)).sum(1, dtype=torch.float64).float()
+    r1 = (weight * r1).sum(1, dtype=torch.float64).float()
+    r2 = (weight * weight * r2).sum(1, dtype=torch.float64).float()
+    s_a = s_a - m
     e_a = torch.exp(s_a)
-    # Eager torch sums pairwise; compiled code adds thousands of terms to each lane, too many for fp32.
-    wide = torch.float64 if torch.compiler.is_compiling() else torch.float32
-    r1 = others.sum(dim=1, dtype=wide).float()
-    r2 = (others * others).sum(dim=1, dtype=wide).float()
-    first = torch.where(others > 0, others * s, 0.0).sum(dim=1, dtype=wide).float()
     first = first + torch.where(e_a > 0, e_a * s_a, 0.0)
     total = r1 + e_a
     log_total = torch.where(e_a == 1, torch.log1p(r1), torch.log(total))
     logprob = torch.where(e_a > r1, -torch.log1p(r1 / e_a), s_a - torch.log(total))
     return logprob, log_total - first / total, (r1 * r1 + r2) / (total * total), m + log_total
+
+
+def softmax_grad(logits: Tensor, inverse_temperature: Tensor, lse: Tensor, scale: Tensor, out: Tensor) -> None:
+    """out (R, V) = -scale pi."""
+    out.copy_(torch.exp(logits.float() * inverse_temperature[:, None] - lse[:, None]) * -scale[:, None])
+
+
+def entropy_grad(
+    logits: Tensor,
+    target: Tensor,
+    inverse_temperature: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    scale: Tensor,
+    to_target: Tensor,
+    entropy_scale: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """out (R, V) = -scale pi - entropy_scale pi (log pi + entropy), to_target in place of the first term at the target;
+    returns the squared norms of its rows."""
+    is_target = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) == target.int()[:, None]
+    logpi = logits.float() * inverse_temperature[:, None] - lse[:, None]
+    pi = torch.exp(logpi)
+    grad = torch.where(is_target, to_target[:, None], -scale[:, None] * pi)
+    grad = grad - torch.where(pi > 0, entropy_scale[:, None] * pi * (logpi + entropy[:, None]), 0.0)
+    out.copy_(grad)
+    return (grad * grad).sum(dim=1)
 
 
 def row_grad(
@@ -70,73 +135,59 @@ def row_grad(
     and returns its squared norm per row (R,) when there is an entropy term, whose norm has no shorter form.
     out may be the logits themselves.
     """
-    is_target = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) == target.int()[:, None]
-    logpi = logits.float() * inverse_temperature[:, None] - lse[:, None]
-    pi = torch.exp(logpi)
-    grad = torch.zeros_like(pi)
-    if coefficient is not None:
-        to_target = coefficient * -torch.expm1(logprob)
-        grad = torch.where(is_target, to_target[:, None], -coefficient[:, None] * pi)
-    if entropy_coefficient is not None:
-        grad = grad - torch.where(pi > 0, entropy_coefficient[:, None] * pi * (logpi + entropy[:, None]), 0.0)
-    grad = grad * inverse_temperature[:, None]
-    sqnorm = None if entropy_coefficient is None else (grad * grad).sum(dim=1)
-    out.copy_(grad)
-    return sqnorm
-
-
-def stats(logits: Tensor, target: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """`row_stats` as one (4, R) fp32 tensor."""
-    return torch.stack(_run(row_stats, logits, target, inverse_temperature))
-
-
-def grad(
-    logits: Tensor,
-    target: Tensor,
-    inverse_temperature: Tensor,
-    logprob: Tensor,
-    entropy: Tensor,
-    lse: Tensor,
-    coefficient: Tensor | None,
-    entropy_coefficient: Tensor | None,
-    out: Tensor,
-) -> Tensor | None:
-    """`row_grad`."""
-    rows = (logits, target, inverse_temperature, logprob, entropy, lse, coefficient, entropy_coefficient, out)
-    return _run(row_grad, *rows)
+    scale = inverse_temperature * (0.0 if coefficient is None else coefficient)
+    to_target = scale * -torch.expm1(logprob) if coefficient is not None else scale
+    if entropy_coefficient is None:
+        _run(softmax_grad, logits, inverse_temperature, lse, scale, out)
+        at_target = (torch.arange(len(out), device=out.device), target.clamp(min=0))  # torch scatters bf16 slowly
+        out[at_target] = torch.where(target < 0, out[at_target], to_target.to(out.dtype))
+        return None
+    entropy_scale = inverse_temperature * entropy_coefficient
+    rows = (logits, target, inverse_temperature, lse, entropy, scale, to_target, entropy_scale, out)
+    return _run(entropy_grad, *rows)
 
 
 @torch.no_grad()
-@torch.autocast("cpu", enabled=False)
-def _run(function: Any, *args: Tensor | None) -> Any:
-    """function(*args), compiled where that pays. Every tensor has rows in dimension 0; the first one holds logits."""
+def stats(logits: Tensor, target: Tensor, inverse_temperature: Tensor) -> Tensor:
+    """`row_stats` as one (4, R) fp32 tensor."""
+    with torch.autocast(logits.device.type, enabled=False):
+        return torch.stack(row_stats(logits, target, inverse_temperature))
+
+
+@torch.no_grad()
+def grad(logits: Tensor, *rest: Any) -> Tensor | None:
+    """`row_grad`."""
+    with torch.autocast(logits.device.type, enabled=False):
+        return row_grad(logits, *rest)
+
+
+def _run(function: Any, *args: Tensor) -> Any:
+    """function(*args), compiled where that pays. Every tensor has rows in dimension 0; the first one holds logits, and
+    the last one, unless the function is `block_sums`, takes the result."""
     logits, out = args[0], args[-1]
-    assert logits is not None
     if logits.device.type != "cpu" or logits.shape[1] < COMPILE_COLUMNS or len(logits) == 0:
         return function(*args)
     in_place = out is logits
-    key = (function, logits.dtype, tuple(a is None for a in args), in_place)
-    plain = [None if a is None else a.detach() for a in args]
+    key = (function, in_place, *(a.dtype for a in args))
     # A single row would be compiled apart, and might round otherwise.
-    plain = plain if len(logits) > 1 else [None if a is None else torch.cat([a, a]) for a in plain]
+    several = [a.detach() if len(a) > 1 else torch.cat([a.detach(), a.detach()]) for a in args]
     if in_place:
-        plain[-1] = plain[0]
+        several[-1] = several[0]
     if key not in _compiled:
-        _compiled[key] = _compile(function, plain)
-    result = _compiled[key](*plain)
+        _compiled[key] = _compile(function, several)
+    result = _compiled[key](*several)
     if len(logits) > 1:
         return result
-    if function is row_grad:
-        assert plain[-1] is not None
-        out.copy_(plain[-1][:1])  # type: ignore[union-attr]
-        return None if result is None else result[:1]
-    return tuple(x[:1] for x in result)
+    if function is block_sums:
+        return tuple(x[:1] for x in result)
+    out.copy_(several[-1][:1])
+    return None if result is None else result[:1]
 
 
 _compiled: dict[Any, Callable[..., Any]] = {}
 
 
-def _compile(function: types.FunctionType, args: list[Tensor | None]) -> Callable[..., Any]:
+def _compile(function: types.FunctionType, args: list[Tensor]) -> Callable[..., Any]:
     """function compiled for any number of rows >= 2 and of columns, or itself, with a warning that says why."""
     if os.environ.get("FASTIR_KERNELS_COMPILE", "1") == "0":
         return function
@@ -144,7 +195,7 @@ def _compile(function: types.FunctionType, args: list[Tensor | None]) -> Callabl
     own = types.FunctionType(function.__code__.replace(), function.__globals__)
     compiled = torch.compile(own, dynamic=True, fullgraph=True)
     # The loop structure follows the first shapes seen: many rows, so that threads share rows, never a row.
-    like = [None if a is None else a.new_zeros((256, *[COMPILE_COLUMNS] * (a.dim() - 1))) for a in args]
+    like = [a.new_zeros((256, *[COMPILE_COLUMNS] * (a.dim() - 1))) for a in args]
     if args[-1] is args[0]:
         like[-1] = like[0]
     try:

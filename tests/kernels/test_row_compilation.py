@@ -36,7 +36,7 @@ def test_the_plain_path_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(rows, "_compiled", {})
     monkeypatch.setenv("FASTIR_KERNELS_COMPILE", "0")
     token_logprobs(z, targets)
-    assert list(rows._compiled.values()) == [rows.row_stats]
+    assert list(rows._compiled.values()) == [rows.block_sums]
 
 
 def test_other_shapes_are_not_compiled_again() -> None:
