@@ -52,7 +52,7 @@ async def measure(rounds: int) -> dict[str, object]:
         for round_number in range(rounds + 2):
             for mode, variant in configs.items():
                 began = time.perf_counter()
-                advantages, trains = credit(variant, batch)
+                advantages, trains = credit(variant, batch, 0)
                 for share in shares(variant, parts.policy, batch, advantages, trains):
                     update(
                         parts.policy, optimizer, share.batches, share.old_logprobs,

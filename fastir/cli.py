@@ -64,6 +64,7 @@ def _expected(error: Exception) -> int | None:
         ConfigError,
         loaded("fastir.data", "DataError"),
         loaded("fastir.tir.sandbox", "SandboxError"),
+        loaded("fastir.rollout.engine", "EngineError"),
         loaded("fastir.training.checkpoint", "CheckpointError"),
     )
     return 2 if isinstance(error, unusable) else None

@@ -82,16 +82,26 @@ class TirConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["hf"] = Field("hf", description="What samples: Hugging Face transformers.")
+    engine: Literal["hf", "vllm", "vllm-server"] = Field("hf", description="What samples: Hugging Face transformers, vLLM in this process, or a vLLM server.")
     prompts_per_step: Positive = Field(16, description="Problems per step, over all ranks.")
     group_size: Positive = Field(8, description="Sibling rollouts per problem.")
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature; log-probs are of logits / temperature.")
     batch_size: Positive = Field(128, description="Rollouts that the engine decodes at once.")
     threads: NonNegative = Field(0, description="CPU threads of the engine; 0 takes run.threads. Fewer leave cores to the sandbox, which works while the engine samples.")
     share_executions: bool = Field(True, description="Identical code in the same turn of a batch runs once: executions are seeded alike, so only code that reads the clock could tell.")
-    dynamic_sampling: bool = Field(False, description="Replace groups whose rewards are all equal by new problems (DAPO).")
-    max_resample_rounds: Positive = Field(4, description="With dynamic_sampling, how often to draw replacements before the step goes on with what it has.")
-    max_failed_share: Share = Field(0.2, description="The run stops when the tool or grader failed (not the model) for more than this share of a step's rollouts.")
+    schedule: Literal["auto", "turns", "async"] = Field("auto", description="turns: a batch moves turn by turn, so the same seed gives the same rollouts bit for bit. async: each rollout samples on as soon as its tool has answered; faster, but the last bits of log-probs depend on timing. auto is turns with engine hf, else async.")
+    max_in_flight: NonNegative = Field(0, description="With schedule async, rollouts open at once (sampling or waiting for a tool); 0 is twice batch_size.")
+    over_provision: Share = Field(0.0, description="With schedule async, extra problems per step as a share of prompts_per_step; the step takes the groups that finish first and aborts the rest (rollout/aborted). Groups stay whole, but problems with long rollouts are trained less often: watch rollout/response_tokens_mean.")
+    dynamic_sampling: bool = Field(False, description="Replace groups whose rewards are all equal by new problems (DAPO); with schedule async at once, else round by round.")
+    max_resample_rounds: Positive = Field(4, description="With dynamic_sampling, at most this many times prompts_per_step problems are drawn as replacements before the step goes on with what it has.")
+    steps_ahead: Annotated[int, Field(ge=0, le=1)] = Field(0, description="1 samples the next step's rollouts, with the weights before this step's updates, while this step trains (schedule async only). See algorithm.loss.importance_correction.")
+    max_staleness: NonNegative = Field(16, description="A rollout whose weights are more updates old than this is not trained and counts as failed (rollout/stale).")
+    max_failed_share: Share = Field(0.2, description="The run stops when the tool, the grader or the engine failed (not the model) for more than this share of a step's rollouts.")
+
+    @property
+    def is_async(self) -> bool:
+        """Whether rollouts proceed by themselves: ``schedule``, with auto resolved."""
+        return self.schedule == "async" or (self.schedule == "auto" and self.engine != "hf")
 
 
 class RewardConfig(Section):
@@ -136,6 +146,9 @@ class TrainingConfig(Section):
     max_nonfinite_steps: Positive = Field(3, description="Updates in a row with a non-finite loss or gradient before the run stops; each is skipped and saved.")
     weight_check: Literal["sampled", "full", "off"] = Field("sampled", description="How closely the engine proves after each update that it holds the trainer's weights: a sample of each tensor, every element, or not at all.")
     max_logprob_gap: Annotated[float, Field(gt=0)] = Field(0.05, description="Mean |trainer − sampler| log-prob on the first update of a step above which the run stops: weights, temperature or masks disagree.")
+    token_logprob_gap: Annotated[float, Field(gt=0)] = Field(0.5, description="A token whose |trainer − sampler| log-prob is above this counts in train/logprob_gap_share.")
+    max_logprob_gap_share: Share = Field(0.02, description="Share of such tokens on the first update of a step above which the run stops: part of the rollouts disagree.")
+    max_stale_logprob_gap: Annotated[float, Field(gt=0)] = Field(0.5, description="Instead of the two bounds before, for tokens sampled with older weights (rollout.steps_ahead = 1): their gap holds what the updates between changed.")
 
 
 class EvalConfig(Section):
@@ -175,6 +188,16 @@ class Config(Section):
     def _consistent(self) -> Config:
         if self.algorithm.loss.importance_correction != "none" and self.training.old_logprobs != "recompute":
             raise ValueError("algorithm.loss.importance_correction needs training.old_logprobs = 'recompute'")
+        if self.rollout.over_provision and not self.rollout.is_async:
+            raise ValueError("rollout.over_provision needs rollout.schedule = 'async': under 'turns' all rollouts end together")
+        if self.rollout.steps_ahead:
+            if not self.rollout.is_async:
+                raise ValueError("rollout.steps_ahead = 1 needs rollout.schedule = 'async'")
+            if self.training.old_logprobs == "recompute" and self.algorithm.loss.importance_correction == "none":
+                raise ValueError("rollout.steps_ahead = 1 with training.old_logprobs = 'recompute' leaves the older sampling weights uncorrected: set algorithm.loss.importance_correction to 'tis' or 'mis'")
+            updates = self.training.mini_batches * self.training.epochs
+            if self.rollout.max_staleness < updates:
+                raise ValueError(f"rollout.max_staleness = {self.rollout.max_staleness} would leave nothing to train: with steps_ahead = 1, rollouts are training.mini_batches × training.epochs = {updates} updates old")
         if self.rollout.prompts_per_step < self.training.mini_batches:
             raise ValueError("training.mini_batches cannot exceed rollout.prompts_per_step: mini-batches are split by problem")
         return self
@@ -226,6 +249,14 @@ def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
             yield from fields(info.annotation, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", info
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted name → value."""
+    pairs: dict[str, Any] = {}
+    for name, value in tree.items():
+        pairs |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return pairs
 
 
 def _read_recipe(recipe: str | Path) -> dict[str, Any]:

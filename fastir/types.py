@@ -22,8 +22,11 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 #: Why a rollout ended: it gave an answer; a turn held neither code nor answer; the turn limit; the token budget;
-#: or the tool failed for reasons that are not the model's (such a rollout never trains).
+#: or something failed for reasons that are not the model's (such a rollout never trains).
 FinishReason = Literal["answer", "void", "max_turns", "token_budget", "failed"]
+
+#: What failed: nothing, the tool, or the engine (it gave the request up, or its log-probs were not finite).
+Failure = Literal["", "tool", "engine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Turn:
     feedback: str = ""
     exec_status: str | None = None  #: status of the execution, None when nothing ran
     exec_seconds: float = 0.0
+    weight_version: int = 0  #: trainer updates that the weights it was sampled with had seen
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.end <= self.feedback_end:
@@ -67,13 +71,14 @@ class Trajectory:
     policy_mask: BoolArray
     turn_ids: IntArray
     behavior_logprobs: FloatArray
-    weight_version: int  #: trainer updates that the sampling weights had seen
+    weight_version: int  #: of its stalest turn
     finish_reason: FinishReason
     turns: tuple[Turn, ...]
     gold: str = ""
     answer: str | None = None
     reward: float | None = None
     grade_status: str = ""  #: ok, no_answer, timeout or failed; the last two are not the model's fault
+    failure: Failure = ""  #: what failed, with finish_reason "failed"
     seconds: float = field(default=0.0, compare=False)  #: wall time in the tool
 
     def __post_init__(self) -> None:

@@ -1,31 +1,39 @@
 """The multi-turn loop: engine and sandbox take turns until each rollout ends. Token-in, token-out.
 
-The engine's batch moves turn by turn in a fixed order, so the same seed gives the same rollouts whatever the tools'
-timing. A rollout's code starts to run as soon as its turn is complete, while others still sample.
+Two schedules share everything but the waiting. Under ``turns`` the rollouts of a batch move turn by turn together: the
+engine always sees the same batches, so the same seed gives the same rollouts, bit for bit, whatever the tools' timing.
+Under ``async`` each rollout samples on as soon as its own tool has answered; the seed of every token is the same, but
+which rollouts share a batch depends on timing, and with it the last bits of the log-probs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from fastir.config import TirConfig
 from fastir.data import Problem
-from fastir.rollout.engine import Engine, Sample, SampleRequest
+from fastir.rollout.engine import Sample, SampleRequest
 from fastir.rollout.prompt import TurnFormat
+from fastir.rollout.thread import EngineThread
 from fastir.tir.feedback import feedback_text
 from fastir.tir.grammar import parse_turn
 from fastir.tir.sandbox import ExecResult, SandboxBackend, SandboxError
-from fastir.types import FinishReason, IntArray, Trajectory, Turn
+from fastir.types import Failure, FinishReason, IntArray, Trajectory, Turn
 
 #: (result of the execution, the turn's seed address) → what the policy is shown
 FeedbackRenderer = Callable[[ExecResult, tuple[int, ...]], str]
+
+Schedule = Literal["turns", "async"]
+
+#: (turn number, code) → its execution
+_Run = Callable[[int, str], Awaitable[ExecResult]]
 
 
 def plain_feedback(result: ExecResult, _: tuple[int, ...]) -> str:
@@ -37,8 +45,27 @@ def plain_feedback(result: ExecResult, _: tuple[int, ...]) -> str:
 class RolloutTimes:
     """Wall seconds spent, added up over calls."""
 
-    generate: float = 0.0
-    tool: float = 0.0  #: waiting for tools after the last token: what generation did not hide
+    generate: float = 0.0  #: the engine had requests in flight
+    tool: float = 0.0  #: it had none, and rollouts waited for tools: what generation did not hide
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """What all rollouts of a run share.
+
+    Args:
+        decode: token ids of one policy turn → text without special tokens.
+        render: turns an execution into the text shown to the policy.
+        share_executions: identical code in the same turn of a batch runs once.
+    """
+
+    engine: EngineThread
+    sandbox: SandboxBackend
+    turn_format: TurnFormat
+    tir: TirConfig
+    decode: Callable[[Sequence[int]], str]
+    render: FeedbackRenderer = plain_feedback
+    share_executions: bool = True
 
 
 @dataclass
@@ -56,6 +83,7 @@ class _Open:
     turns: list[Turn] = field(default_factory=list)
     length: int = 0  # tokens so far, prompt included
     finish: FinishReason | None = None
+    failure: Failure = ""
     answer: str | None = None
 
     def context(self) -> IntArray:
@@ -67,7 +95,10 @@ class _Open:
         self.logprobs.append(np.zeros(len(ids), dtype=np.float32) if logprobs is None else logprobs)
         self.length += len(ids)
 
-    def close(self, weight_version: int) -> Trajectory:
+    def fail(self, failure: Failure) -> None:
+        self.finish, self.failure = "failed", failure
+
+    def close(self) -> Trajectory:
         assert self.finish is not None
         prompt = len(self.prompt)
         lengths = [prompt] + [len(piece) for piece in self.pieces[1:]]
@@ -83,8 +114,9 @@ class _Open:
             policy_mask=np.repeat([False, *self.masks], lengths),
             turn_ids=turn_ids,
             behavior_logprobs=np.concatenate([np.zeros(prompt, dtype=np.float32), *self.logprobs]),
-            weight_version=weight_version,
+            weight_version=min(turn.weight_version for turn in self.turns),
             finish_reason=self.finish,
+            failure=self.failure,
             turns=tuple(self.turns),
             gold=self.problem.answer,
             answer=self.answer,
@@ -94,139 +126,169 @@ class _Open:
 
 async def rollout(
     problems: Sequence[Problem],
+    parts: RolloutParts,
     *,
     group_size: int,
-    engine: Engine,
-    sandbox: SandboxBackend,
-    turn_format: TurnFormat,
-    tir: TirConfig,
-    decode: Callable[[Sequence[int]], str],
     temperature: float,
     seed: tuple[int, ...],
+    schedule: Schedule = "turns",
+    max_in_flight: int = 1024,
     groups: Sequence[int] | None = None,
-    render: FeedbackRenderer = plain_feedback,
-    share_executions: bool = True,
-    threads: int = 1,
     times: RolloutTimes | None = None,
 ) -> list[Trajectory]:
     """Roll out ``group_size`` siblings of each problem.
 
     Args:
-        decode: token ids of one policy turn → text without special tokens.
         seed: address of this batch's randomness; group, sibling and turn are appended.
+        max_in_flight: rollouts open at once under the schedule ``async``; under ``turns`` the engine's batch size.
         groups: (problems,) number of each problem's group; by default its position.
-        render: turns an execution into the text shown to the policy.
-        threads: CPU threads of the engine.
-        share_executions: identical code in the same turn of the batch runs once.
+        times: adds up where the time went.
 
     Returns:
-        Ungraded trajectories, siblings together, in the order of ``problems``. A rollout whose tool failed for
-        reasons of its own ends with ``finish_reason`` "failed".
+        Ungraded trajectories, siblings together, in the order of ``problems``. A rollout whose tool or request failed
+        for reasons that are not the model's ends with ``finish_reason`` "failed".
+
+    Raises:
+        EngineError: the engine is lost.
     """
-    times = times or RolloutTimes()
-    opened: list[_Open] = []
-    for group, problem in zip(range(len(problems)) if groups is None else groups, problems, strict=True):
-        prompt = turn_format.prompt(problem)
-        for sibling in range(group_size):
-            opened.append(_Open(problem, group, sibling, (*seed, group, sibling), prompt, [prompt], length=len(prompt)))
-    # How many cores torch uses is a property of the calling thread.
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as thread:
-        for start in range(0, len(opened), engine.batch_size):
-            wave = opened[start : start + engine.batch_size]
-            while active := [r for r in wave if r.finish is None]:
-                run = _shared(sandbox) if share_executions else sandbox.run
-                await _one_turn(active, engine, thread, run, turn_format, tir, decode, temperature, render, times)
-    return [r.close(engine.weight_version) for r in opened]
+    numbers = range(len(problems)) if groups is None else groups
+    opened = [
+        r
+        for group, problem in zip(numbers, problems, strict=True)
+        for r in _open(problem, group, group_size, seed, parts)
+    ]
+    with timed(parts.engine, times or RolloutTimes()):
+        if schedule == "async":
+            gate = asyncio.Semaphore(max_in_flight)
+            async with shared_runs(parts) as run:
+                await _all(_play(r, parts, temperature, run, gate) for r in opened)
+        else:
+            size = parts.engine.engine.batch_size
+            for start in range(0, len(opened), size):
+                wave = opened[start : start + size]
+                while active := [r for r in wave if r.finish is None]:
+                    async with shared_runs(parts) as run:
+                        samples = parts.engine.submit([_request(r, parts.tir, temperature) for r in active])
+                        await _all(_advance(r, s, run, parts) for r, s in zip(active, samples, strict=True))
+    return [r.close() for r in opened]
 
 
-async def _one_turn(
-    active: Sequence[_Open],
-    engine: Engine,
-    thread: Executor,
-    run: Callable[[str], Awaitable[ExecResult]],
-    turn_format: TurnFormat,
-    tir: TirConfig,
-    decode: Callable[[Sequence[int]], str],
+async def roll_group(
+    problem: Problem,
+    group: int,
+    parts: RolloutParts,
+    *,
+    group_size: int,
     temperature: float,
-    render: FeedbackRenderer,
-    times: RolloutTimes,
-) -> None:
-    """Sample a turn of every rollout in ``active``; the code of one runs while the others still sample."""
-    loop = asyncio.get_running_loop()
-    advancing: list[asyncio.Task[None]] = []
+    seed: tuple[int, ...],
+    run: _Run,
+    gate: asyncio.Semaphore,
+) -> list[Trajectory]:
+    """The siblings of one problem under the schedule ``async``, among other groups; see `rollout`.
 
-    by_key = {r.seed: r for r in active}
+    Args:
+        run: of `shared_runs`, the same for all groups of a batch.
+        gate: bounds the rollouts open at once, over all groups.
+    """
+    opened = _open(problem, group, group_size, seed, parts)
+    await _all(_play(r, parts, temperature, run, gate) for r in opened)
+    return [r.close() for r in opened]
 
-    def advance(key: tuple[int, ...], sample: Sample) -> None:
-        step = _advance(by_key[key], sample, run, turn_format, tir, decode, render)
-        advancing.append(loop.create_task(step))
 
-    def sampling() -> None:  # in the engine's thread
-        for r in active:
-            seed = (*r.seed, len(r.turns))
-            engine.add(SampleRequest(r.seed, r.context(), _turn_budget(r, tir), seed, temperature))
-        missing = len(active)
-        while missing:
-            completed = engine.step()
-            missing -= len(completed)
-            for key, sample in completed:
-                loop.call_soon_threadsafe(advance, key, sample)
-
-    began = time.perf_counter()
+@contextmanager
+def timed(engine: EngineThread, times: RolloutTimes) -> Iterator[None]:
+    """Add the wall time inside to ``times``: the engine's part, and the rest."""
+    began, busy = time.perf_counter(), engine.busy_seconds
     try:
-        await loop.run_in_executor(thread, sampling)
-        generated = time.perf_counter()
-        await asyncio.gather(*advancing)
+        yield
     finally:
-        for task in advancing:
+        generate = engine.busy_seconds - busy
+        times.generate += generate
+        times.tool += max(0.0, time.perf_counter() - began - generate)
+
+
+@asynccontextmanager
+async def shared_runs(parts: RolloutParts) -> AsyncIterator[_Run]:
+    """The sandbox's ``run``; with ``share_executions``, code seen before in the same turn waits for the first one's
+    result. A failure of the sandbox is not shared: it costs one rollout."""
+    running: dict[tuple[int, str], asyncio.Task[ExecResult]] = {}
+
+    async def run(turn: int, code: str) -> ExecResult:
+        first = (turn, code) not in running
+        if first:
+            running[turn, code] = asyncio.ensure_future(parts.sandbox.run(code))
+        try:
+            return await asyncio.shield(running[turn, code])  # who is cancelled leaves it to the others
+        except SandboxError:
+            if first:
+                raise
+            return await parts.sandbox.run(code)
+
+    try:
+        yield run if parts.share_executions else lambda _, code: parts.sandbox.run(code)
+    finally:
+        for task in running.values():
             task.cancel()
-    if len(advancing) != len(active):
-        raise RuntimeError(f"the engine finished {len(advancing)} of {len(active)} turns")
-    times.generate += generated - began
-    times.tool += time.perf_counter() - generated
+        await asyncio.gather(*running.values(), return_exceptions=True)
 
 
-def _shared(sandbox: SandboxBackend) -> Callable[[str], Awaitable[ExecResult]]:
-    """``sandbox.run``, except that code seen before waits for the first one's result."""
-    running: dict[str, asyncio.Future[ExecResult]] = {}
+def _open(problem: Problem, group: int, group_size: int, seed: tuple[int, ...], parts: RolloutParts) -> list[_Open]:
+    prompt = parts.turn_format.prompt(problem)
+    return [
+        _Open(problem, group, sibling, (*seed, group, sibling), prompt, [prompt], length=len(prompt))
+        for sibling in range(group_size)
+    ]
 
-    def run(code: str) -> Awaitable[ExecResult]:
-        if code not in running:
-            running[code] = asyncio.ensure_future(sandbox.run(code))
-        return running[code]
 
-    return run
+async def _all(steps: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run them together; the first error ends all of them."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _play(r: _Open, parts: RolloutParts, temperature: float, run: _Run, gate: asyncio.Semaphore) -> None:
+    """One rollout from its first turn to its end."""
+    async with gate:
+        while r.finish is None:
+            (sample,) = parts.engine.submit([_request(r, parts.tir, temperature)])
+            await _advance(r, sample, run, parts)
+
+
+def _request(r: _Open, tir: TirConfig, temperature: float) -> SampleRequest:
+    return SampleRequest(r.seed, r.context(), _turn_budget(r, tir), (*r.seed, len(r.turns)), temperature)
 
 
 def _turn_budget(r: _Open, tir: TirConfig) -> int:
     return min(tir.turn_tokens, tir.response_tokens - (r.length - len(r.prompt)))
 
 
-async def _advance(
-    r: _Open,
-    sample: Sample,
-    run: Callable[[str], Awaitable[ExecResult]],
-    turn_format: TurnFormat,
-    tir: TirConfig,
-    decode: Callable[[Sequence[int]], str],
-    render: FeedbackRenderer,
-) -> None:
-    """Take one sampled turn: run its code, then end the rollout or append the feedback."""
+async def _advance(r: _Open, sampling: Awaitable[Sample], run: _Run, parts: RolloutParts) -> None:
+    """Take one turn as soon as it is sampled: run its code, then end the rollout or append the feedback."""
+    sample = await sampling
+    tir = parts.tir
     budget = _turn_budget(r, tir)
     start = r.length
     r.append(sample.token_ids, sample.logprobs)
-    text = decode(sample.token_ids.tolist())
+    text = parts.decode(sample.token_ids.tolist())
     parsed = parse_turn(text)
     answer, shown, result = parsed.answer, "", None
-    if parsed.code is not None:
+    if sample.stop == "aborted" or not np.isfinite(sample.logprobs).all():
+        r.fail("engine")
+    elif parsed.code is not None:
         try:
-            result = await run(parsed.code)
+            result = await run(len(r.turns), parsed.code)
         except SandboxError as error:
-            r.finish, shown = "failed", f"(the tool failed: {error})"  # for the log; the policy never sees it
+            r.fail("tool")
+            shown = f"(the tool failed: {error})"  # for the log; the policy never sees it
         else:
             if result.answer is not None:  # the block ends the turn, so it spoke last
                 answer = result.answer
-            shown = render(result, (*r.seed, len(r.turns)))
+            shown = parts.render(result, (*r.seed, len(r.turns)))
     out_of_tokens = sample.stop == "length" and budget < tir.turn_tokens
     feedback_ids: IntArray = np.empty(0, dtype=np.int32)
     if r.finish is None:
@@ -239,7 +301,7 @@ async def _advance(
         elif len(r.turns) + 1 >= tir.max_turns:
             r.finish = "max_turns"
         else:
-            shown, feedback_ids = turn_format.between(shown, sample.token_ids)
+            shown, feedback_ids = parts.turn_format.between(shown, sample.token_ids)
             used = r.length - len(r.prompt) + len(feedback_ids)
             if used >= tir.response_tokens:
                 r.finish, feedback_ids = "token_budget", feedback_ids[:0]
@@ -254,10 +316,11 @@ async def _advance(
             text=text,
             code=parsed.code,
             answer=answer,
-            is_void=parsed.is_void,
+            is_void=parsed.is_void and r.failure != "engine",
             truncated=sample.stop == "length",
             feedback=shown,
             exec_status=None if result is None else result.status,
             exec_seconds=0.0 if result is None else result.seconds,
+            weight_version=sample.weight_version,
         )
     )

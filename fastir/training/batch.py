@@ -11,7 +11,7 @@ from fastir_kernels import Denominators
 
 from fastir.algo.advantages import group_advantages
 from fastir.algo.filters import select_rollouts, with_signal
-from fastir.config import Config
+from fastir.config import Config, RolloutConfig
 from fastir.training.model import Policy
 from fastir.training.packing import pack
 from fastir.training.parts import gather
@@ -38,9 +38,10 @@ def select(config: Config, trajectories: Sequence[Trajectory]) -> tuple[BoolArra
     )
 
 
-def credit(config: Config, trajectories: Sequence[Trajectory]) -> tuple[FloatArray, BoolArray]:
-    """(N,) advantages and (N,) which rollouts train."""
+def credit(config: Config, trajectories: Sequence[Trajectory], version: int) -> tuple[FloatArray, BoolArray]:
+    """(N,) advantages and (N,) which rollouts train, at ``version`` updates."""
     counts, trains = select(config, trajectories)
+    trains = trains & ~np.array([is_stale(t, config.rollout, version) for t in trajectories], dtype=bool)
     groups = [t.group for t in trajectories]
     advantages = group_advantages(
         rewards(trajectories), groups, std_norm=config.algorithm.std_norm, keep=counts
@@ -79,8 +80,13 @@ def shares(
 
 
 def failed(trajectory: Trajectory) -> bool:
-    """The tool or the grader failed for reasons that are not the model's: its reward says nothing."""
+    """The tool, the engine or the grader failed for reasons that are not the model's: its reward says nothing."""
     return trajectory.finish_reason == "failed" or trajectory.grade_status in ("timeout", "failed")
+
+
+def is_stale(trajectory: Trajectory, config: RolloutConfig, version: int) -> bool:
+    """Its weights are more than ``max_staleness`` updates older than ``version``: it counts, but does not train."""
+    return version - trajectory.weight_version > config.max_staleness
 
 
 def rewards(trajectories: Sequence[Trajectory]) -> FloatArray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from fastir.training.model import Policy, full_parameters
 
@@ -95,6 +97,30 @@ def load(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[s
     return counters
 
 
+def snapshot(policy: Policy, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Copy this rank's weights and optimizer state to host memory; calling the result puts them back."""
+    weights = [_to_host(p.detach()) for p in policy.parameters()]
+    states = [
+        {name: _to_host(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        for state in (optimizer.state.get(p, {}) for p in policy.parameters())
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for parameter, weight, state in zip(policy.parameters(), weights, states, strict=True):
+            _local(parameter).copy_(weight)
+            if not state:
+                optimizer.state.pop(parameter, None)
+            for name, value in state.items():
+                held = optimizer.state[parameter][name]
+                if isinstance(held, torch.Tensor):
+                    _local(held).copy_(value)
+                else:
+                    optimizer.state[parameter][name] = value
+
+    return restore
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = [
@@ -118,6 +144,14 @@ def export_model(folder: Path, policy: Policy, tokenizer: Any, dtype: torch.dtyp
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _local(tensor).to("cpu", copy=True)
 
 
 def _flush(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from fastir.config import Config
 from fastir.data import Problem, ProblemStream, load_problems
-from fastir.rollout.hf import HFEngine
-from fastir.rollout.loop import FeedbackRenderer, RolloutTimes, plain_feedback, rollout
+from fastir.rollout.engine import Engine, EngineError
+from fastir.rollout.loop import FeedbackRenderer, RolloutParts, RolloutTimes, plain_feedback, rollout
 from fastir.rollout.prompt import TurnFormat
+from fastir.rollout.thread import EngineThread
 from fastir.tiny.problems import tiny_problems
 from fastir.tir.reward import Grader
 from fastir.tir.sandbox import SandboxBackend, open_sandbox
@@ -43,20 +44,23 @@ _TINY_TRAIN, _TINY_HELDOUT = 4096, 1024
 class Parts:
     config: Config
     tokenizer: Any
-    engine: HFEngine
+    engine: EngineThread
     sandbox: SandboxBackend
     grader: Grader
-    turn_format: TurnFormat
+    rollouts: RolloutParts
     train_problems: ProblemStream
     heldout_problems: list[Problem] | None
     dtype: torch.dtype  #: compute type
     policy: Policy | None  #: None when nothing trains
-    render: FeedbackRenderer
 
     @property
     def main(self) -> bool:
         """This rank writes the run's files."""
         return dist.get_rank() == 0
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.config.rollout.max_in_flight or 2 * self.config.rollout.batch_size
 
     async def roll_out(
         self,
@@ -70,21 +74,20 @@ class Parts:
         """Graded rollouts of the problems (see `fastir.rollout.loop.rollout`)."""
         trajectories = await rollout(
             problems,
+            self.rollouts,
             group_size=group_size,
-            engine=self.engine,
-            sandbox=self.sandbox,
-            turn_format=self.turn_format,
-            tir=self.config.tir,
-            decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
             temperature=temperature,
             seed=seed,
+            schedule="async" if self.config.rollout.is_async else "turns",
+            max_in_flight=self.max_in_flight,
             groups=groups,
-            render=self.render,
-            share_executions=self.config.rollout.share_executions,
-            threads=self.config.rollout.threads or torch.get_num_threads(),
             times=times,
         )
-        self.engine.forget()
+        await self.engine.call(lambda engine: engine.forget())
+        return await self.grade(trajectories)
+
+    async def grade(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The same with rewards."""
         pairs = [(t.answer, t.gold) for t in trajectories]
         grades = await asyncio.to_thread(self.grader.grade_many, pairs)
         return [
@@ -104,11 +107,12 @@ async def open_parts(
     device = resolve_device(config.model.device)
     dtype = DTYPES[config.model.dtype]
     tokenizer = load_tokenizer(config.model)
-    turn_format = TurnFormat(tokenizer, config.data, config.tir)
     init_distributed(device)
     model = load_model(config.model, torch.float32)
-    engine_model = cast_parameters(copy.deepcopy(model) if training else model, dtype).to(device)
-    engine = HFEngine(engine_model, tokenizer, stop=config.tir.stop, batch_size=config.rollout.batch_size)
+    engine = EngineThread(
+        _open_engine(config, model, tokenizer, dtype, device, copy_model=training),
+        config.rollout.threads or torch.get_num_threads(),
+    )
     policy = None
     if training:
         if config.model.gradient_checkpointing:
@@ -123,15 +127,32 @@ async def open_parts(
                 engine=engine,
                 sandbox=sandbox,
                 grader=grader,
-                turn_format=turn_format,
+                rollouts=RolloutParts(
+                    engine=engine,
+                    sandbox=sandbox,
+                    turn_format=TurnFormat(tokenizer, config.data, config.tir),
+                    tir=config.tir,
+                    decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                    render=render,
+                    share_executions=config.rollout.share_executions,
+                ),
                 train_problems=ProblemStream(train_problems, config.run.seed),
                 heldout_problems=heldout_problems,
                 dtype=dtype,
                 policy=policy,
-                render=render,
             )
     finally:
         grader.close()
+        engine.close()
+
+
+def _open_engine(
+    config: Config, model: Any, tokenizer: Any, dtype: torch.dtype, device: torch.device, *, copy_model: bool
+) -> Engine:
+    from fastir.rollout.hf import HFEngine
+
+    own = cast_parameters(copy.deepcopy(model) if copy_model else model, dtype).to(device)
+    return HFEngine(own, tokenizer, stop=config.tir.stop, batch_size=config.rollout.batch_size)
 
 
 def gather(value: T) -> list[T]:
@@ -142,6 +163,22 @@ def gather(value: T) -> list[T]:
     values: list[Any] = [None] * world
     dist.all_gather_object(values, value)
     return values
+
+
+async def together(work: Awaitable[T]) -> T:
+    """What ``work`` returns, unless an engine was lost on any rank: then every rank hears of it (collective).
+
+    Raises:
+        EngineError: of the first such rank, on all ranks.
+    """
+    try:
+        result, error = await work, ""
+    except EngineError as lost:
+        error = str(lost)
+    for message in gather(error):
+        if message:
+            raise EngineError(message)
+    return result
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem] | None]:

@@ -8,14 +8,16 @@ import numpy as np
 
 from fastir.tir.sandbox import SandboxStats
 from fastir.training.step import UpdateStats
-from fastir.types import BoolArray, Trajectory
+from fastir.types import BoolArray, IntArray, Trajectory
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], trains: BoolArray) -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Trajectory], trains: BoolArray, version: int) -> dict[str, float]:
     """Rewards, void and truncation rates, tool and grader counts of one step's rollouts.
 
     Args:
         trains: (N,) which of them train. Rates are over rollouts, except ``void_turn_rate`` (over turns).
+        version: updates the trainer had made when it got them; ``staleness_*`` is how many of them the sampling
+            weights lacked, per turn.
     """
     if not trajectories:
         return {}
@@ -36,7 +38,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], trains: BoolArray) -> di
         "tool/calls": float(len(statuses)),
         "tool/errors": float(sum(s in ("error", "memory", "output", "crashed") for s in statuses)),
         "tool/timeouts": float(statuses.count("timeout")),
-        "tool/failed": float(finish.count("failed")),
+        "tool/failed": float(sum(t.failure == "tool" for t in trajectories)),
+        "engine/failed": float(sum(t.failure == "engine" for t in trajectories)),
+        "rollout/staleness_mean": float(np.mean([version - turn.weight_version for turn in turns])),
+        "rollout/staleness_max": float(max(version - turn.weight_version for turn in turns)),
         "grader/timeouts": float(sum(t.grade_status == "timeout" for t in trajectories)),
         "grader/failed": float(sum(t.grade_status == "failed" for t in trajectories)),
     }
@@ -62,12 +67,21 @@ def sandbox_metrics(stats: Sequence[SandboxStats]) -> dict[str, float]:
     return metrics
 
 
-def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+def token_staleness(stats: UpdateStats, trajectories: Sequence[Trajectory], version: int) -> IntArray:
+    """(n,) for each trained token of an update: how many updates older than ``version`` its sampling weights are."""
+    versions = np.zeros((len(trajectories), 1 + max((len(t.turns) for t in trajectories), default=0)), dtype=np.int32)
+    for i, t in enumerate(trajectories):
+        versions[i, : len(t.turns)] = [turn.weight_version for turn in t.turns]
+    return version - versions[stats.trajectories, stats.turn_ids]
+
+
+def update_metrics(updates: Sequence[UpdateStats], token_gap: float) -> dict[str, float]:
     """Loss, norms and log-prob statistics of one step's updates (this step's updates are averaged, extremes kept).
 
     ``train/logit_grad_norm_*`` are norms of ∂L/∂logits per rollout: root of the sum of squares over its tokens
     (SimpleTIR §3.3). ``..._turn_k`` restricts the sum to turn k and averages over rollouts. The log-prob gap compares
-    trainer and sampler on the step's first update, where both hold the same weights.
+    trainer and sampler on the step's first update, where both hold the same weights (under ``rollout.steps_ahead`` the
+    sampler's are older); ``logprob_gap_share`` is the share of tokens whose gap is beyond ``token_gap`` nats.
     """
     if not updates:
         return {"train/updates": 0.0, "train/skipped_updates": 0.0}
@@ -91,6 +105,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         gap = np.abs(first.logprobs.astype(np.float64) - first.behavior_logprobs)
         metrics["train/logprob_gap_mean"] = float(gap.mean())
         metrics["train/logprob_gap_max"] = float(gap.max())
+        metrics["train/logprob_gap_share"] = float(np.mean(~(gap <= token_gap)))
     metrics |= _norm_metrics(updates)
     return metrics
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,12 +110,14 @@ def update(
     denominators: Denominators,
     temperature: float,
     grad_clip: float | None,
+    before_step: Callable[[UpdateStats], None] | None = None,
 ) -> UpdateStats:
     """Forward and backward every micro-batch, then step once. Collective: every rank calls it for every update.
 
     Args:
         old_logprobs: per batch (T,) log-probs of π_old.
         denominators: counts over all ranks' micro-batches of this update.
+        before_step: sees the statistics before the weights change; if it raises, they do not.
 
     Returns:
         Statistics; ``skipped`` is True when the loss or the gradient was not finite, and then nothing changed.
@@ -164,12 +166,15 @@ def update(
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()
     finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+    stats = _statistics(results, loss_value, norm_value, skipped=not finite)
     if finite:
+        if before_step is not None:
+            before_step(stats)
         if grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(policy.parameters(), grad_clip, norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return _statistics(results, loss_value, norm_value, skipped=not finite)
+    return stats
 
 
 def _forward(policy: Policy, batch: PackedBatch, head, device: torch.device):  # type: ignore[no-untyped-def]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastir.rollout.engine import Engine, WeightCheck
+from fastir.rollout.engine import Engine, EngineError, WeightCheck
 from fastir.training.model import Policy, full_parameters
 
 
@@ -15,4 +15,9 @@ def sync_weights(policy: Policy, engine: Engine, version: int, dtype: torch.dtyp
         EngineError: the engine does not hold them; see `fastir.rollout.engine.Engine.load_weights`.
     """
     parameters = ((name, tensor.to(dtype)) for name, tensor in full_parameters(policy))
-    engine.load_weights(parameters, version, check=check)
+    try:
+        engine.load_weights(parameters, version, check=check)
+    except EngineError:
+        for _ in parameters:  # the other ranks wait for this one's part of every tensor
+            pass
+        raise

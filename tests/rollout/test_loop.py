@@ -1,5 +1,7 @@
 """The multi-turn loop with the real sandbox, and an engine that says what a test wants it to say."""
 
+import time
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -9,10 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from fastir.config import DataConfig, TirConfig
 from fastir.data import Problem
-from fastir.rollout.engine import Sample
-from fastir.rollout.loop import rollout
+from fastir.rollout.engine import EngineError, Sample
+from fastir.rollout.loop import RolloutParts, rollout
 from fastir.rollout.prompt import TurnFormat
-from fastir.tir.sandbox import Sandbox, SandboxConfig, SandboxError
+from fastir.rollout.thread import EngineThread
+from fastir.tir.sandbox import ExecResult, Sandbox, SandboxConfig, SandboxError
 
 CODE = "```python\n{}\n```\n"
 
@@ -28,6 +31,12 @@ class Script:
     def add(self, request):
         self.requests.append(request)
         self.waiting.append(request)
+
+    def abort(self, keys):
+        self.waiting = [r for r in self.waiting if r.key not in set(keys)]
+
+    def close(self):
+        pass
 
     def step(self):
         completed = [(request.key, self.sample(request)) for request in self.waiting]
@@ -63,26 +72,35 @@ CHATML = (
 )
 
 
-async def run(tokenizer, turns, *, data=None, sandbox=None, share=True, **tir):
+async def run(tokenizer, turns, *, data=None, sandbox=None, share=True, schedule="turns", engine=None, **tir):
     tir = TirConfig(**{"turn_tokens": 400, "response_tokens": 4000, "feedback_tokens": 60, "max_turns": 3, **tir})
-    engine = Script(tokenizer, turns)
-    async with Sandbox(SandboxConfig()) as real:
-        trajectories = await rollout(
-            [Problem(id="p", question="1+1?", answer="2", source="test")],
-            group_size=len(turns),
-            engine=engine,
-            sandbox=sandbox or real,
-            turn_format=TurnFormat(tokenizer, data or DataConfig(), tir),
-            tir=tir,
-            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-            temperature=1.0,
-            seed=(0, 0, 0),
-            share_executions=share,
-        )
+    engine = engine or Script(tokenizer, turns)
+    thread = EngineThread(engine)
+    try:
+        async with Sandbox(SandboxConfig()) as real:
+            parts = RolloutParts(
+                thread,
+                sandbox or real,
+                TurnFormat(tokenizer, data or DataConfig(), tir),
+                tir,
+                decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                share_executions=share,
+            )
+            trajectories = await rollout(
+                [Problem(id="p", question="1+1?", answer="2", source="test")],
+                parts,
+                group_size=len(turns),
+                temperature=1.0,
+                seed=(0, 0, 0),
+                schedule=schedule,
+            )
+    finally:
+        thread.close()
     return trajectories, engine
 
 
-async def test_every_way_to_end(bytes_tokenizer):
+@pytest.mark.parametrize("schedule", ["turns", "async"])
+async def test_every_way_to_end(bytes_tokenizer, schedule):
     code = CODE.format("print(6*7)")
     trajectories, _ = await run(
         bytes_tokenizer,
@@ -93,6 +111,7 @@ async def test_every_way_to_end(bytes_tokenizer):
             [CODE.format("final_answer(41 + 1)")],
             [code + " \\boxed{7}"],
         ],
+        schedule=schedule,
     )
     assert [t.finish_reason for t in trajectories] == ["answer", "void", "max_turns", "answer", "answer"]
     assert [t.answer for t in trajectories] == ["42", None, None, "42", "7"]
@@ -166,21 +185,119 @@ async def test_control_tokens_printed_by_code_stay_text(bytes_tokenizer):
     assert bytes_tokenizer.eos_token_id not in feedback.tolist()
 
 
-async def test_a_failing_sandbox_costs_that_rollout_only(bytes_tokenizer):
+@pytest.mark.parametrize("schedule", ["turns", "async"])
+async def test_a_failing_sandbox_costs_that_rollout_only(bytes_tokenizer, schedule):
     class Failing:
+        failures = 1
+
         async def run(self, code):
-            if "boom" in code:
+            if "boom" in code and self.failures:
+                self.failures -= 1
                 raise SandboxError("gone")
-            return await real.run(code)
+            return await real.run(code.replace("boom", "2"))
 
     async with Sandbox(SandboxConfig()) as real:
         trajectories, _ = await run(
             bytes_tokenizer,
-            [[CODE.format("boom")], [CODE.format("print(1)"), "\\boxed{1}"]],
+            [
+                [CODE.format("print(boom)")],
+                [CODE.format("print(1)"), "\\boxed{1}"],
+                [CODE.format("print(boom)"), "\\boxed{1}"],  # shared the failed execution, does not share its failure
+            ],
             sandbox=Failing(),
+            schedule=schedule,
         )
-    assert [t.finish_reason for t in trajectories] == ["failed", "answer"]
+    assert [t.finish_reason for t in trajectories] == ["failed", "answer", "answer"]
+    assert [t.failure for t in trajectories] == ["tool", "", ""]
     assert not trajectories[0].has_void
+    assert trajectories[2].turns[0].feedback == "\nCode execution result: 2\n"
+
+
+class Playing(Script):
+    """A script that gives some requests up, or returns log-probs that are no numbers."""
+
+    def sample(self, request):
+        sample = super().sample(request)
+        sibling, turn = request.seed[-2:]
+        if (sibling, turn) == (0, 1):
+            return replace(sample, token_ids=sample.token_ids[:2], logprobs=sample.logprobs[:2], stop="aborted")
+        if (sibling, turn) == (1, 0):
+            return replace(sample, token_ids=sample.token_ids[:0], logprobs=sample.logprobs[:0], stop="aborted")
+        if sibling == 2:
+            return replace(sample, logprobs=np.full(len(sample.logprobs), np.nan, np.float32))
+        return sample
+
+
+@pytest.mark.parametrize("schedule", ["turns", "async"])
+async def test_a_request_that_the_engine_gives_up_costs_that_rollout_only(bytes_tokenizer, schedule):
+    code = CODE.format("print(1)")
+    turns = [[code, "xx"], ["xx"], ["\\boxed{1}"], [code, "\\boxed{1}"]]
+    trajectories, _ = await run(
+        bytes_tokenizer, turns, schedule=schedule, engine=Playing(bytes_tokenizer, turns)
+    )
+    assert [t.failure for t in trajectories] == ["engine", "engine", "engine", ""]
+    assert [t.finish_reason for t in trajectories] == ["failed", "failed", "failed", "answer"]
+    assert [t.has_void for t in trajectories] == [False] * 4
+    assert [t.policy_tokens for t in trajectories[:2]] == [len(bytes_tokenizer.encode(code)) + 2, 0]
+
+
+class Lost(Script):
+    """Dies when the second turn of sibling 0 is asked for."""
+
+    def step(self):
+        if any(request.seed[-2:] == (0, 1) for request in self.waiting):
+            raise EngineError("the engine's process ended")
+        return super().step()
+
+
+@pytest.mark.parametrize("schedule", ["turns", "async"])
+async def test_a_lost_engine_is_an_error_at_once(bytes_tokenizer, schedule):
+    turns = [[CODE.format("print(1)"), "\\boxed{1}"], [CODE.format("import time; time.sleep(4)"), "\\boxed{1}"]]
+    began = time.perf_counter()
+    with pytest.raises(EngineError, match="process ended"):
+        await run(bytes_tokenizer, turns, schedule=schedule, engine=Lost(bytes_tokenizer, turns))
+    assert time.perf_counter() - began < 30
+
+
+async def test_async_rollouts_do_not_wait_for_each_other(bytes_tokenizer):
+    """Sibling 0's slow tool call is still running when the others are done."""
+    slow = CODE.format("import time; time.sleep(1.5)")
+    fast = [CODE.format("print(1)")] * 2 + ["\\boxed{1}"]
+    order = {}
+    for schedule in ("turns", "async"):
+        _, engine = await run(bytes_tokenizer, [[slow, "\\boxed{1}"], fast, fast], schedule=schedule)
+        order[schedule] = [request.seed[-2:] for request in engine.requests]
+    assert order["turns"].index((0, 1)) < order["turns"].index((1, 2))
+    assert order["async"][-1] == (0, 1)
+    assert sorted(order["async"]) == sorted(order["turns"])
+
+
+async def test_in_flight_rollouts_are_bounded(bytes_tokenizer):
+    turns = [[CODE.format("print(1)"), "\\boxed{1}"]] * 6
+    engine, highest, tir = Script(bytes_tokenizer, turns), [], TirConfig(turn_tokens=400, response_tokens=4000)
+
+    class Watched:
+        async def run(self, code):
+            highest.append(len({r.key for r in engine.requests}) - done[0])
+            return ExecResult("ok", "1")
+
+    done = [0]
+    thread = EngineThread(engine)
+    decode = bytes_tokenizer.decode
+
+    def counted(ids):
+        done[0] += "boxed" in decode(ids)
+        return decode(ids, skip_special_tokens=True)
+
+    parts = RolloutParts(
+        thread, Watched(), TurnFormat(bytes_tokenizer, DataConfig(), tir), tir, decode=counted, share_executions=False
+    )
+    problem = Problem(id="p", question="1+1?", answer="2", source="test")
+    try:
+        await rollout([problem], parts, group_size=6, temperature=1.0, seed=(0,), schedule="async", max_in_flight=2)
+    finally:
+        thread.close()
+    assert max(highest) == 2
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -42,7 +42,7 @@ def command(tmp_path, *arguments, name="run", steps=6, launcher=(sys.executable,
 
 
 def without_times(rows):
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/", "sandbox/"))} for row in rows]
 
 
 def read_trajectories(path):
