@@ -104,6 +104,14 @@ class RolloutConfig(Section):
         return self.schedule == "async" or (self.schedule == "auto" and self.engine != "hf")
 
 
+class VLLMConfig(Section):
+    max_model_len: Positive = Field(4096, description="Longest context in tokens, prompt and tir.response_tokens together (capped at what the model allows).")
+    gpu_memory_share: Annotated[float, Field(gt=0, lt=1)] = Field(0.5, description="Share of the device's memory (of the machine's, on a CPU) that engine vllm may take while it is awake.")
+    eager: bool = Field(False, description="No CUDA graphs and no compilation: starts sooner, samples slower. On a CPU always.")
+    urls: tuple[str, ...] = Field((), description="Engine vllm-server: http://host:port of one server per training rank, in rank order.")
+    folder: Path | None = Field(None, description="Engine vllm-server: folder for weights on their way, which trainer and server see under the same path; none is weights/ in the run's folder.")
+
+
 class RewardConfig(Section):
     workers: Positive = Field(2, description="Grader processes.")
     timeout_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="Wall-clock limit for one answer; beyond it the worker is killed and the timeout counted.")
@@ -176,6 +184,7 @@ class Config(Section):
     tir: TirConfig = Field(default_factory=TirConfig)
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -188,6 +197,10 @@ class Config(Section):
     def _consistent(self) -> Config:
         if self.algorithm.loss.importance_correction != "none" and self.training.old_logprobs != "recompute":
             raise ValueError("algorithm.loss.importance_correction needs training.old_logprobs = 'recompute'")
+        if self.rollout.engine == "vllm-server" and not self.vllm.urls:
+            raise ValueError("rollout.engine = 'vllm-server' needs vllm.urls, the address of one server per training rank")
+        if self.rollout.engine != "hf" and self.vllm.max_model_len <= self.tir.response_tokens:
+            raise ValueError(f"vllm.max_model_len = {self.vllm.max_model_len} leaves no room for a prompt before tir.response_tokens = {self.tir.response_tokens}")
         if self.rollout.over_provision and not self.rollout.is_async:
             raise ValueError("rollout.over_provision needs rollout.schedule = 'async': under 'turns' all rollouts end together")
         if self.rollout.steps_ahead:

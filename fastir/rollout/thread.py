@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 import time
@@ -22,7 +23,7 @@ class EngineThread:
 
     Args:
         engine: used by nobody else until `close`, which closes it too.
-        threads: CPU threads of torch for the engine (how many torch uses is a property of the calling thread).
+        threads: CPU threads of torch for the engine.
     """
 
     def __init__(self, engine: Engine, threads: int = 1) -> None:
@@ -83,7 +84,7 @@ class EngineThread:
                 self._in_flight[request.key] = future
 
     def _work(self) -> None:
-        torch.set_num_threads(self._threads)
+        enter_thread(self._threads)
         try:
             while self._obey():
                 self._step()
@@ -119,6 +120,13 @@ class EngineThread:
                 _fail(future, error)
             self._in_flight.clear()
         self.busy_seconds += time.perf_counter() - began
+
+
+def enter_thread(threads: int) -> None:
+    """What torch keeps per thread: the number of CPU threads, and the CUDA device."""
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _fail(future: Future[Sample], error: BaseException) -> None:

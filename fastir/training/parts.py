@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fastir.config import Config
+from fastir.config import Config, ConfigError
 from fastir.data import Problem, ProblemStream, load_problems
 from fastir.rollout.engine import Engine, EngineError
 from fastir.rollout.loop import FeedbackRenderer, RolloutParts, RolloutTimes, plain_feedback, rollout
@@ -29,6 +30,7 @@ from fastir.training.model import (
     init_distributed,
     load_model,
     load_tokenizer,
+    model_source,
     resolve_device,
     shard,
 )
@@ -149,10 +151,39 @@ async def open_parts(
 def _open_engine(
     config: Config, model: Any, tokenizer: Any, dtype: torch.dtype, device: torch.device, *, copy_model: bool
 ) -> Engine:
-    from fastir.rollout.hf import HFEngine
+    """What ``rollout.engine`` names. Only the chosen engine's packages are imported."""
+    stop, batch_size = config.tir.stop, config.rollout.batch_size
+    if config.rollout.engine == "hf":
+        from fastir.rollout.hf import HFEngine
 
-    own = cast_parameters(copy.deepcopy(model) if copy_model else model, dtype).to(device)
-    return HFEngine(own, tokenizer, stop=config.tir.stop, batch_size=config.rollout.batch_size)
+        own = cast_parameters(copy.deepcopy(model) if copy_model else model, dtype).to(device)
+        return HFEngine(own, tokenizer, stop=stop, batch_size=batch_size)
+    if config.rollout.engine == "vllm-server":
+        from fastir.rollout.vllm_server import VLLMServerEngine
+
+        rank, urls = dist.get_rank(), config.vllm.urls
+        if len(urls) < dist.get_world_size():
+            raise ConfigError(f"vllm.urls names {len(urls)} servers for {dist.get_world_size()} ranks: give one each")
+        folder = (config.vllm.folder or config.run_dir / "weights").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return VLLMServerEngine(urls[rank], tokenizer, stop=stop, batch_size=batch_size, folder=folder)
+    from fastir.rollout.vllm import VLLMEngine
+
+    source, gguf = model_source(config.model)
+    with tempfile.TemporaryDirectory() as converted:
+        if gguf:  # vLLM reads the checkpoint as transformers would save it
+            cast_parameters(copy.deepcopy(model), dtype).save_pretrained(converted)
+        return VLLMEngine(
+            converted if gguf else source,
+            tokenizer,
+            stop=stop,
+            batch_size=batch_size,
+            max_model_len=min(config.vllm.max_model_len, model.config.max_position_embeddings),
+            dtype=config.model.dtype,
+            gpu_memory_share=config.vllm.gpu_memory_share,
+            eager=config.vllm.eager,
+            trust_remote_code=config.model.trust_remote_code,
+        )
 
 
 def gather(value: T) -> list[T]:

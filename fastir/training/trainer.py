@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from fastir.observe.metrics import MetricsWriter, holds_run
 from fastir.observe.progress import Progress
 from fastir.rollout.engine import Engine, EngineError
 from fastir.rollout.loop import FeedbackRenderer, RolloutTimes, plain_feedback
+from fastir.rollout.thread import enter_thread
 from fastir.training import checkpoint
 from fastir.training.batch import credit, failed, is_stale, shares
 from fastir.training.collect import Collected, collect
@@ -117,8 +117,7 @@ async def _train(config: Config, resume: bool, render: FeedbackRenderer) -> dict
         mode = config.observe.progress if parts.main else "off"
         spec = loss_spec(config.algorithm.loss)
         nonfinite_in_a_row = 0
-        # CPU threads and the CUDA device are properties of the calling thread.
-        train_thread = ThreadPoolExecutor(1, initializer=_enter_thread, initargs=(torch.get_num_threads(),))
+        train_thread = ThreadPoolExecutor(1, initializer=enter_thread, initargs=(torch.get_num_threads(),))
         whole = counters["step"]  # steps that the weights and the optimizer hold from their first update to their last
 
         def save() -> None:
@@ -355,12 +354,6 @@ def _stop_on_gap(
             f"trainer and sampler disagree by {stale_total / stale_count:.3g} nats per token on rollouts of older "
             f"weights (training.max_stale_logprob_gap = {config.max_stale_logprob_gap}): {causes}, or updates too large"
         )
-
-
-def _enter_thread(threads: int) -> None:
-    torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def changed_settings(config: Config) -> list[str]:
