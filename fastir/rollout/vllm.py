@@ -109,7 +109,7 @@ class VLLMEngine:
         config = self._engine.model_config.hf_text_config
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         if self._tied and EMBEDDINGS not in vllm_worker.parameter_names(self._model):
-            raise EngineError(f"vLLM: {model} ties its head to weights not called {EMBEDDINGS}; use rollout.engine = 'hf'")
+            raise EngineError(f"vLLM: {model} ties its head to weights not called {EMBEDDINGS}; use engine hf")
 
     def add(self, request: SampleRequest) -> None:
         """Raises ValueError when the context with its turn exceeds ``max_model_len``, EngineError while asleep."""
