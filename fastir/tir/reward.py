@@ -152,6 +152,8 @@ class Grader:
                 self._discard(worker)
                 worker = None  # a start that raises leaves an empty slot
                 worker = self._start_worker()
+                if worker is None:
+                    return GradeResult(False, "failed")
             reply = worker.ask({"answer": answer, "gold": gold}, self.timeout_seconds)
             if reply in ("timeout", "died"):
                 self._discard(worker)
@@ -161,7 +163,8 @@ class Grader:
         finally:
             self._slots.put(worker)
 
-    def _start_worker(self) -> _Worker:
+    def _start_worker(self) -> _Worker | None:
+        """A worker that is ready; None if a signal killed it while it started, which says nothing of the next."""
         worker = _Worker(self.timeout_seconds)
         with self._lock:
             self._stats = replace(self._stats, worker_starts=self._stats.worker_starts + 1)
@@ -172,7 +175,10 @@ class Grader:
             worker.kill()
             raise RuntimeError("the grader is closed")
         if worker.read(START_SECONDS) != "ready":
+            died = worker.process.poll() is not None or worker.read(0.0) == "died"
             self._discard(worker)
+            if died and worker.process.returncode == -signal.SIGKILL:
+                return None
             raise RuntimeError(
                 f"a grader worker did not start within {START_SECONDS:g} s (exit code {worker.process.returncode}); "
                 "its own message is on standard error"

@@ -1,4 +1,4 @@
-"""Three hundred hostile and friendly executions leave nothing behind; what they take is accounted; old age is replaced."""
+"""Hostile and friendly executions leave nothing behind; what they take is accounted; old processes are replaced."""
 
 from __future__ import annotations
 
