@@ -1,6 +1,8 @@
 """Speed of the sandbox: isolated executions per second and their latency, beside a fresh ``python -c`` for each.
 
-    python bench/bench_sandbox.py [--executions 500] [--workers 0] [--json PATH]
+    python bench/bench_sandbox.py [--executions 200] [--rounds 5] [--workers 0] [--json PATH]
+
+Figures are medians of the rounds; in each round the sandbox and ``python -c`` take turns.
 
 Latency is what a caller sees, from asking for an execution to its result, with one caller at a time; throughput is with
 all workers busy. Times in milliseconds. CPU time per execution, also with all workers busy, is that of this process
@@ -16,6 +18,7 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -86,35 +89,47 @@ def measure_fresh(code: str, executions: int) -> dict[str, float]:
     }
 
 
-async def run_all(executions: int, workers: int) -> dict[str, Any]:
+def _median(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
+
+
+async def run_all(executions: int, rounds: int, workers: int) -> dict[str, Any]:
     """Measure every script both ways."""
     begin = time.perf_counter()
     async with Sandbox(SandboxConfig(workers=workers)) as sandbox:
         start = time.perf_counter() - begin
         for code in SCRIPTS.values():
             await sandbox.run(code)
-        rows = [{"script": name, **await measure_sandbox(sandbox, code, executions)} for name, code in SCRIPTS.items()]
-        report: dict[str, Any] = {
+        measured: dict[str, list[dict[str, float]]] = {name: [] for name in SCRIPTS}
+        fresh = []
+        for _ in range(rounds):
+            for name, code in SCRIPTS.items():
+                measured[name].append(await measure_sandbox(sandbox, code, executions))
+            fresh.append(measure_fresh(SCRIPTS["sympy"], 5))
+        rows: list[dict[str, Any]] = [{"script": name, **_median(figures)} for name, figures in measured.items()]
+        pairs = list(zip(measured["sympy"], fresh, strict=True))
+        return {
             "machine": f"{platform.machine()}, {sandbox.workers} workers, Python {platform.python_version()}",
             "isolation": sandbox.isolation,
+            "rounds": rounds,
             "start_seconds": start,
             "sandbox": rows,
+            "sympy_per_second_by_round": [figures["per_second"] for figures in measured["sympy"]],
+            "fresh": {"script": "sympy", **_median(fresh)},
+            "speedup_latency": statistics.median(new["p50_ms"] / ours["p50_ms"] for ours, new in pairs),
+            "speedup_throughput": statistics.median(ours["per_second"] / new["per_second"] for ours, new in pairs),
         }
-    report["fresh"] = {"script": "sympy", **measure_fresh(SCRIPTS["sympy"], 5)}
-    sympy = next(row for row in rows if row["script"] == "sympy")
-    report["speedup_latency"] = report["fresh"]["p50_ms"] / sympy["p50_ms"]
-    report["speedup_throughput"] = sympy["per_second"] / report["fresh"]["per_second"]
-    return report
 
 
 def main() -> None:
-    """Print the table; write it as JSON too with ``--json``."""
+    """Print the table; write it as JSON too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--executions", type=int, default=500)
+    parser.add_argument("--executions", type=int, default=200, help="in each round, of each script")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=0, help="executions at once; 0: one per core")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "sandbox.json")
     arguments = parser.parse_args()
-    report = asyncio.run(run_all(arguments.executions, arguments.workers))
+    report = asyncio.run(run_all(arguments.executions, arguments.rounds, arguments.workers))
     print(f"{report['machine']}\n{report['isolation']}\nstart {report['start_seconds']:.2f} s\n")
     print(f"{'':24}{'per second':>12}{'p50 ms':>10}{'p99 ms':>10}{'CPU ms: children':>18}{'parent':>8}")
     rows = [("sandbox: ", row) for row in report["sandbox"]] + [("python -c: ", report["fresh"])]
@@ -125,9 +140,8 @@ def main() -> None:
         f"\nsandbox over python -c: {report['speedup_latency']:.0f}x in latency, "
         f"{report['speedup_throughput']:.0f}x in throughput on all workers"
     )
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
