@@ -7,7 +7,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-scripts/setup.sh --dev --smollm2
+scripts/setup.sh --dev --smollm2 --vllm
 
 .venv/bin/ruff check .
 .venv/bin/mypy

@@ -281,7 +281,13 @@ class VLLMServerEngine:
                         expected[probe] = fingerprint(probe, tensor)
                     yield sent, tensor if sent == name else tensor.clone()
 
-        self._post("/start_weight_update")
+        try:
+            self._post("/start_weight_update")
+        except EngineError as error:
+            if "already active" not in str(error):
+                raise
+            self._post("/finish_weight_update", timeout=_WEIGHTS_SECONDS)  # of a trainer that died in it
+            self._post("/start_weight_update")
         bucket: dict[str, torch.Tensor] = {}
         for name, tensor in tensors():
             bucket[name] = tensor
