@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
@@ -123,6 +124,8 @@ async def open_parts(
     grader = Grader(workers=config.reward.workers, timeout_seconds=config.reward.timeout_seconds)
     try:
         async with open_sandbox(config.sandbox) as sandbox:
+            if config.observe.progress != "off" and dist.get_rank() == 0:
+                print(f"sandbox: {sandbox.isolation}", file=sys.stderr, flush=True)
             yield Parts(
                 config=config,
                 tokenizer=tokenizer,
