@@ -160,4 +160,4 @@ def test_a_killed_worker_ends_the_run_within_a_minute(engine, server, tokenizer)
     with pytest.raises(EngineError, match="is lost"):
         engine.forget()
     server.close()
-    assert not any(child.is_running() for child in children)
+    assert psutil.wait_procs(children, timeout=20)[1] == []
