@@ -44,10 +44,12 @@ def near(ours: Tensor, truth: Tensor, bar: float, what: str) -> None:
 def fastir() -> dict[str, Any]:
     import fastir_kernels as fk
 
-    def loss(z: Tensor, p: dict[str, Tensor], level: str) -> Tensor:
+    def loss(z: Tensor, p: dict[str, Tensor], level: str, **options: Any) -> Tensor:
         batch, length, vocabulary = z.shape
+        aggregation = "token_mean" if "denominators" in options else "sequence_mean"
         cu = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=z.device)
-        spec = fk.LossSpec(kind="gspo" if level == "sequence" else "grpo", eps_high=0.2)
+        kind = "gspo" if level == "sequence" else "grpo"
+        spec = fk.LossSpec(kind=kind, eps_high=0.2, aggregation=aggregation)
         return fk.linear_policy_loss(
             z.flatten(0, 1),
             torch.eye(vocabulary, device=z.device, dtype=z.dtype),
@@ -57,7 +59,11 @@ def fastir() -> dict[str, Any]:
             spec=spec,
             mask=p["mask"].flatten(),
             cu_seqlens=cu,
+            **options,
         ).loss
+
+    def part_of_token_mean(z: Tensor, p: dict[str, Tensor], tokens: int, sequences: int) -> Tensor:
+        return loss(z, p, "token", denominators=fk.Denominators(tokens=tokens, sequences=sequences))
 
     def logprob(z: Tensor, t: Tensor, temperature: float = 1.0) -> Tensor:
         return fk.token_logprobs(z, t, temperature=temperature).logprob
@@ -70,6 +76,7 @@ def fastir() -> dict[str, Any]:
         "linear_softcap": lambda h, w, t, c: fk.linear_token_logprobs(h, w, t, softcap=c).logprob,
         "norm": lambda z, t: fk.token_logprobs(z, t).logit_grad_sqnorm,
         "loss": loss,
+        "part_of_token_mean": part_of_token_mean,
         "zero_temperature": lambda z, t: fk.token_logprobs(z, t, temperature=0),
     }
 
@@ -111,7 +118,17 @@ def liger_fused_linear() -> dict[str, Any]:
         arguments = (z, one, p["targets"], p["mask"].to(z.dtype), p["advantages"])
         return function(*arguments, old_per_token_logps=p["old"])[0]
 
-    return {"loss": loss, "compiled_loss": functools.partial(loss, compiled=True)}
+    def part_of_token_mean(z: Tensor, p: dict[str, Tensor], tokens: int, _: int) -> Tensor:
+        function = LigerFusedLinearGRPOLoss(beta=0.0, compiled=False, use_ref_model=False, loss_type="dapo")
+        one = torch.eye(z.shape[2], device=z.device, dtype=z.dtype)
+        arguments = (z, one, p["targets"], p["mask"].to(z.dtype), p["advantages"])
+        return function(*arguments, old_per_token_logps=p["old"], num_items_in_batch=tokens)[0]
+
+    return {
+        "loss": loss,
+        "compiled_loss": functools.partial(loss, compiled=True),
+        "part_of_token_mean": part_of_token_mean,
+    }
 
 
 def liger_triton() -> dict[str, Any]:
@@ -306,6 +323,26 @@ def sequence_ratio(offer: dict[str, Any]) -> None:
                 near(a.grad[i], b.grad[i], 1e-4, f"{'' if name == 'loss' else 'unreduced: '}gradient at length {n}")
 
 
+def micro_batches(offer: dict[str, Any]) -> None:
+    """Token mean of two rollouts of 1 and 9 tokens, one micro-batch each, told the counts of the whole batch."""
+    z, p = rollouts()
+    tokens, sequences = int(p["mask"].sum()), len(z)
+    alone = [{k: v[i : i + 1] for k, v in p.items()} for i in range(sequences)]
+    parts = [offer["part_of_token_mean"](z[i : i + 1], q, tokens, sequences) for i, q in enumerate(alone)]
+    m = p["mask"]
+    row = torch.stack([true_loss(z[i : i + 1].double(), q, "token") for i, q in enumerate(alone)])
+    near(torch.stack(parts).sum(), (row * m.sum(1)).sum() / m.sum(), 1e-5, "loss")
+
+
+def far_rows(offer: dict[str, Any]) -> None:
+    """Two rows more than 2^31 elements apart; only their own pages are touched."""
+    gap = 2**31 + 16
+    z = torch.empty(gap + 300, dtype=torch.bfloat16, device=DEVICE).as_strided((2, 300), (gap, 1))
+    values, t = random_logits(2, 300)
+    z.copy_(values)
+    near(logprob_of(offer)(z, t), true_logprob(z, t), 1e-2, "logprob")
+
+
 def all_masked(offer: dict[str, Any]) -> None:
     z, p = rollouts()
     p["mask"][:] = False
@@ -406,6 +443,8 @@ CASES: dict[str, Callable[[dict[str, Any]], None]] = {
     "temperature 1 (int)": integer_temperature,
     "temperature 0": zero_temperature,
     "sequence ratio, lengths 1 and 9": sequence_ratio,
+    "token mean over two micro-batches": micro_batches,
+    "rows 2^31 elements apart": far_rows,
     "all rows masked": all_masked,
     "entropy gradient": entropy_gradient,
     "softcap, bias": softcap_and_bias,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CPU_PRODUCT_ROWS = 128
+CPU_PRODUCT_ROWS = 256
 CUDA_PRODUCT_ROWS = 1024
 BLOCK_COLUMNS = 8192  # of the vocabulary, widened to fp32 at a time
 
