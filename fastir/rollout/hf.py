@@ -20,6 +20,9 @@ from fastir.rollout.engine import EngineError, Sample, SampleRequest, WeightChec
 #: Finished rows are dropped from the batch once fewer than this share of its rows is still sampling.
 _COMPACT_BELOW = 0.7
 
+#: While others sample, new contexts are read at every fourth step at most: reading one costs about a step of all rows.
+_READ_EVERY = 4
+
 
 class _Cache:
     """Keys and values of B rows, contiguous from position 0, and the attention over them. The buffer may be larger."""
@@ -117,6 +120,7 @@ class HFEngine:
         self.weight_version = 0
         self._waiting: deque[SampleRequest] = deque()
         self._rows: list[_Row] = []
+        self._steps_since_reading = 0
         self._cache: Any = None  # of the rows
         self._hidden: Any = None  # (B, H) what each row's next token is drawn from
         self._prefixes: dict[tuple[int, ...], tuple[np.ndarray, torch.Tensor]] = {}
@@ -215,8 +219,10 @@ class HFEngine:
         """Read the contexts of waiting requests into free rows."""
         alive = sum(row.alive for row in self._rows)
         count = min(len(self._waiting), self.batch_size - alive)
-        if count <= 0:
+        self._steps_since_reading += 1
+        if count <= 0 or (alive and self._steps_since_reading < _READ_EVERY):
             return
+        self._steps_since_reading = 0
         requests = [self._waiting.popleft() for _ in range(count)]
         cache, hidden = self._read_contexts(requests)
         rows = [_Row(request, uniforms(request.seed, request.max_tokens)) for request in requests]

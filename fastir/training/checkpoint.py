@@ -52,12 +52,15 @@ def save(
         partial.mkdir(parents=True)
     dist.barrier()
     export_model(partial / "model", policy, tokenizer, export_dtype)
+    fresh = not optimizer.state  # torch's state dict would make the state of an optimizer that has done one step
     model_state, optimizer_state = get_state_dict(policy, optimizer)
+    if fresh:
+        optimizer.state.clear()
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "state")
     (partial / f"rng-{rank}.json").write_text(json.dumps({"torch": torch.get_rng_state().tolist()}))
     dist.barrier()
     if rank == 0:
-        (partial / "trainer.json").write_text(json.dumps({"step": step, **counters}, indent=1))
+        (partial / "trainer.json").write_text(json.dumps({"step": step, "fresh": fresh, **counters}, indent=1))
         for path in sorted(partial.rglob("*")):
             _flush(path)
         _flush(partial)
@@ -94,6 +97,8 @@ def load(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[s
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],  # type: ignore[arg-type]
     )
+    if counters.pop("fresh", False):
+        optimizer.state.clear()
     return counters
 
 
