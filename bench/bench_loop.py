@@ -65,6 +65,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         TurnFormat(tokenizer, config.data, config.tir),
         config.tir,
         decode=lambda ids: f"```python\n{list(ids)}\n```\n",
+        share_executions=False,  # each rollout waits for its own tools, as the one alone does
     )
     problems = tiny_problems("train", ROLLOUTS, seed=0)
 
