@@ -24,7 +24,10 @@ def _token_logprobs(
         out = rows_triton.stats(logits, targets, 1 / temperature, mask)
     else:
         out = logits.new_zeros((4, len(logits)), dtype=torch.float32)
-        for r in row_chunks(len(logits), mask, logits.shape[1], logits.device):
+        chunks = row_chunks(len(logits), mask, logits.shape[1], logits.device)
+        if chunks and isinstance(chunks[0], slice) and logits.is_contiguous():
+            chunks = [slice(None)]  # nothing is copied
+        for r in chunks:
             out[:, r] = stats(backend, logits[r], targets[r], 1 / temperature[r])
     return out[0].clone(), out[1].clone(), out[2].clone(), out[3].clone()
 

@@ -27,6 +27,7 @@ from torch import Tensor
 COMPILE_COLUMNS = 4096
 # Columns summed in fp32 before the partial sums are added in float64: 64 terms for each of a register's 16 lanes.
 BLOCK = 1024
+PLAIN_BYTES = 64 << 20  # of fp32 logits that the plain path works on at a time
 
 
 def exponential_sums(s: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -52,24 +53,24 @@ def row_stats(logits: Tensor, target: Tensor, inverse_temperature: Tensor) -> tu
     A -inf logit is a column outside the vocabulary. NaN stays in its own row. A negative target is a column in another
     shard: its logprob is -inf, and the norm 1 + sum pi^2.
     """
-    columns = logits.shape[1]
+    rows, columns = logits.shape
     blocks = columns // BLOCK
     tail = blocks * BLOCK  # where the last, incomplete block begins
-
-    def without(column: Tensor, z: Tensor) -> tuple[Tensor, ...]:
-        s = z.float() * inverse_temperature[:, None]
-        is_target = torch.arange(z.shape[1], device=z.device) == column[:, None]
-        return tuple(x[:, None] for x in exponential_sums(torch.where(is_target, -torch.inf, s)))
-
-    parts: tuple[Tensor, ...] = ()
+    compiled = columns >= COMPILE_COLUMNS
+    # The target's block and the tail once more, without the target.
+    again = logits.new_full((rows, 2 * BLOCK), -torch.inf)
+    each = torch.arange(rows, device=logits.device)
+    own = torch.where(target < tail, target, 0).clamp(min=0) // BLOCK
     if blocks:
-        own = torch.where(target < tail, target, 0).clamp(min=0) // BLOCK
-        z = logits[:, :tail].unflatten(1, (blocks, BLOCK))[torch.arange(len(own), device=own.device), own]
-        sums = _run(block_sums, logits, inverse_temperature)
-        parts = tuple(x.scatter(1, own[:, None], y) for x, y in zip(sums, without(target - own * BLOCK, z)))
-    if tail < columns:
-        last = without(target - tail, logits[:, tail:])
-        parts = tuple(torch.cat(pair, 1) for pair in zip(parts, last)) if parts else last
+        again[:, :BLOCK] = logits[:, :tail].unflatten(1, (blocks, BLOCK))[each, own]
+    again[:, BLOCK : BLOCK + columns - tail] = logits[:, tail:]
+    at_target = (each, torch.where(target < tail, target - own * BLOCK, target - tail + BLOCK).clamp(min=0))
+    again[at_target] = torch.where(target < 0, again[at_target], -torch.inf)
+    sums = _run(block_sums, compiled, logits, inverse_temperature)
+    sums_again = _run(block_sums, compiled, again, inverse_temperature)
+    if blocks:
+        sums = (x.scatter(1, own[:, None], y[:, :1]) for x, y in zip(sums, sums_again))
+    parts = tuple(torch.cat([x, y[:, 1:]], 1) for x, y in zip(sums, sums_again))
 
     s_a = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float() * inverse_temperature
     s_a = torch.where(target < 0, -torch.inf, s_a)
@@ -135,16 +136,17 @@ def row_grad(
     and returns its squared norm per row (R,) when there is an entropy term, whose norm has no shorter form.
     out may be the logits themselves.
     """
+    compiled = logits.shape[1] >= COMPILE_COLUMNS
     scale = inverse_temperature * (0.0 if coefficient is None else coefficient)
     to_target = scale * -torch.expm1(logprob) if coefficient is not None else scale
     if entropy_coefficient is None:
-        _run(softmax_grad, logits, inverse_temperature, lse, scale, out)
+        _run(softmax_grad, compiled, logits, inverse_temperature, lse, scale, out)
         at_target = (torch.arange(len(out), device=out.device), target.clamp(min=0))  # torch scatters bf16 slowly
         out[at_target] = torch.where(target < 0, out[at_target], to_target.to(out.dtype))
         return None
     entropy_scale = inverse_temperature * entropy_coefficient
     rows = (logits, target, inverse_temperature, lse, entropy, scale, to_target, entropy_scale, out)
-    return _run(entropy_grad, *rows)
+    return _run(entropy_grad, compiled, *rows)
 
 
 @torch.no_grad()
@@ -161,12 +163,12 @@ def grad(logits: Tensor, *rest: Any) -> Tensor | None:
         return row_grad(logits, *rest)
 
 
-def _run(function: Any, *args: Tensor) -> Any:
-    """function(*args), compiled where that pays. Every tensor has rows in dimension 0; the first one holds logits, and
-    the last one, unless the function is `block_sums`, takes the result."""
+def _run(function: Any, compiled: bool, *args: Tensor) -> Any:
+    """function(*args), compiled if asked, on a CPU. Every tensor has rows in dimension 0; the first one holds logits,
+    and the last one, unless the function is `block_sums`, takes the result."""
     logits, out = args[0], args[-1]
-    if logits.device.type != "cpu" or logits.shape[1] < COMPILE_COLUMNS or len(logits) == 0:
-        return function(*args)
+    if not compiled or logits.device.type != "cpu" or len(logits) == 0:
+        return _in_pieces(function, *args)
     in_place = out is logits
     key = (function, in_place, *(a.dtype for a in args))
     # A single row would be compiled apart, and might round otherwise.
@@ -175,6 +177,8 @@ def _run(function: Any, *args: Tensor) -> Any:
         several[-1] = several[0]
     if key not in _compiled:
         _compiled[key] = _compile(function, several)
+    if _compiled[key] is function:
+        return _in_pieces(function, *args)
     result = _compiled[key](*several)
     if len(logits) > 1:
         return result
@@ -182,6 +186,18 @@ def _run(function: Any, *args: Tensor) -> Any:
         return tuple(x[:1] for x in result)
     out.copy_(several[-1][:1])
     return None if result is None else result[:1]
+
+
+def _in_pieces(function: Any, *args: Tensor) -> Any:
+    """function(*args) for a few rows at a time: uncompiled, it holds several fp32 copies of its logits."""
+    rows, columns = args[0].shape
+    step = max(1, PLAIN_BYTES // (4 * columns))
+    if rows <= step:
+        return function(*args)
+    results = [function(*(x[a : a + step] for x in args)) for a in range(0, rows, step)]
+    if results[0] is None:
+        return None
+    return tuple(map(torch.cat, zip(*results))) if function is block_sums else torch.cat(results)
 
 
 _compiled: dict[Any, Callable[..., Any]] = {}
