@@ -1,4 +1,4 @@
-"""The command line: train · eval · rollout · doctor · config.
+"""The command line: train · eval · rollout · serve · doctor · config.
 
 Torch and the trainer are imported inside the commands that need them, so the rest starts at once and works where they
 are not installed.
@@ -98,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     rollout.add_argument("--step", type=int, metavar="S", help="with --from: the step to show (default: the last)")
     rollout.add_argument("--split", choices=("train", "heldout"), help="with --from: only rollouts of this split")
+    serve = command("serve", _serve, "Run a vLLM server that rollout.engine=vllm-server can use.", recipe="")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
     command("doctor", _doctor, "Say what this machine can run and what is missing.")
     command("config", _config, "List every setting: type, default, meaning.")
     return parser
@@ -155,6 +158,37 @@ def _eval(options: argparse.Namespace) -> int:
         for name, value in metrics.items():
             print(f"{name:<24} {value:.4g}")
     return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = _load(options)
+    _need_torch()
+    from transformers import AutoConfig
+
+    from fastir.doctor import vllm_problem
+    from fastir.rollout.vllm_server import server_command
+    from fastir.training.model import model_source
+
+    problem = vllm_problem()
+    if problem:
+        raise CommandError(f"serve: {problem[0]}; {problem[1]}")
+    source, gguf = model_source(config.model)
+    if gguf:
+        raise CommandError(
+            f"serve: vLLM needs model.path = {config.model.path!r} as a transformers folder: take "
+            "checkpoints/step-N/model of a run of it"
+        )
+    longest = AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    command, environment = server_command(
+        source,
+        host=options.host,
+        port=options.port,
+        batch_size=config.rollout.batch_size,
+        max_model_len=min(config.vllm.max_model_len, longest.max_position_embeddings),
+        dtype=config.model.dtype,
+        gpu_memory_share=config.vllm.gpu_memory_share,
+    )
+    os.execvpe(command[0], command, {**os.environ, **environment})
 
 
 def _rollout(options: argparse.Namespace) -> int:

