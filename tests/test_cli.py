@@ -1,5 +1,6 @@
 """The commands as a person types them: what they print, what they refuse, and with which exit status."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -310,9 +311,9 @@ def test_serve_starts_the_server_that_the_engine_expects(monkeypatch):
     pytest.importorskip("vllm")
     started = []
     monkeypatch.setattr(os, "execvpe", lambda file, command, environment: started.append((file, command, environment)))
-    main(["serve", "quickstart", "vllm.max_model_len=300", "rollout.batch_size=7", "--port", "8123"])
+    cli.main(["serve", "quickstart", "vllm.max_model_len=300", "rollout.batch_size=7", "--port", "8123"])
     ((file, command, environment),) = started
-    options = dict(zip(command, command[1:]))
+    options = dict(itertools.pairwise(command))
     assert file == sys.executable
     assert (options["--port"], options["--max-num-seqs"], options["--max-model-len"]) == ("8123", "7", "300")
     assert options["--logprobs-mode"] == "processed_logprobs"
