@@ -106,8 +106,7 @@ async def _collect_async(config: Config, parts: Parts, position: int, seed: tupl
                     if len(useful) >= wanted or not open_groups:
                         break
                     ended, open_groups = await asyncio.wait(open_groups, return_when=asyncio.FIRST_COMPLETED)
-                    for task in ended:
-                        group = task.result()
+                    for group in await asyncio.gather(*ended):
                         groups[group[0].group] = group
                         if not (config.rollout.dynamic_sampling and len(_idle(config, group))):
                             useful.append(group[0].group)
