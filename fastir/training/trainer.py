@@ -42,7 +42,8 @@ _TRAIN, _EVAL, _SHOW = 0, 1, 2
 _FREE_TO_CHANGE = (
     "run.name", "run.dir", "run.steps", "run.threads", "observe.", "checkpoint.", "eval.", "data.heldout",
     "reward.workers", "sandbox.workers", "sandbox.max_waiting", "rollout.threads", "rollout.max_in_flight",
-    "rollout.max_failed_share", "training.weight_check", "training.max_", "training.token_logprob_gap",
+    "rollout.max_failed_share", "vllm.", "sandbox.url", "training.weight_check",
+    "training.max_", "training.token_logprob_gap",
 )  # fmt: skip
 
 
