@@ -66,7 +66,7 @@ def server_command(
     gpu_memory_share: float = 0.5,
 ) -> tuple[list[str], dict[str, str]]:
     """(command, environment beyond the present one) of a server that `VLLMServerEngine` can use. Its machine needs
-    fastir and vLLM installed, and the shared folder."""
+    fastir and vLLM installed, and the shared folder. Raises EngineError when the model cannot be read."""
     import vllm.platforms
 
     command = [
@@ -80,7 +80,10 @@ def server_command(
     ]  # fmt: skip
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if vllm.platforms.current_platform.is_cpu():
-        cache = cpu_cache_bytes(str(model), dtype, max_model_len, batch_size, gpu_memory_share, False)
+        try:
+            cache = cpu_cache_bytes(str(model), dtype, max_model_len, batch_size, gpu_memory_share, False)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"a vLLM server cannot start with {model}: {str(error).splitlines()[0]}") from error
         command += [
             "--kv-cache-memory-bytes", str(cache),
             "--enforce-eager", "--block-size", "32",

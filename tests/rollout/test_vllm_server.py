@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -138,9 +139,12 @@ def test_nothing_at_the_address_is_said_at_once(tokenizer, tmp_path):
         VLLMServerEngine("http://127.0.0.1:9", tokenizer, stop=STOP, batch_size=1, folder=tmp_path)
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path):
-    with pytest.raises(EngineError, match="the vLLM server ended"):
+def test_a_server_that_cannot_start_says_why(tmp_path, folder):
+    with pytest.raises(EngineError, match=r"cannot start with .*none"):
         start_server(tmp_path / "none", batch_size=1, max_model_len=64, log=tmp_path / "log")
+    (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())  # and no weights
+    with pytest.raises(EngineError, match="the vLLM server ended"):
+        start_server(tmp_path, batch_size=1, max_model_len=64, log=tmp_path / "log")
 
 
 def test_a_killed_worker_ends_the_run_within_a_minute(engine, server, tokenizer):

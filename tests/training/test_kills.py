@@ -114,7 +114,10 @@ def test_a_run_outlives_the_sandbox_s_processes(tmp_path, find):
     assert killed or find is workers  # an execution lives for milliseconds: one cannot always be caught
     if find in (launcher, keeper, zygote):
         assert sum(row["sandbox/restarts"] for row in rows) >= 1
-    assert sum(row["tool/failed"] for row in rows) == sum(row["sandbox/failed"] for row in rows) == 0
+    failed = sum(row["tool/failed"] for row in rows)
+    assert failed == sum(row["sandbox/failed"] for row in rows)
+    # A worker's execution is repeated a few times; one that is hit every time fails, and is counted.
+    assert failed <= (killed if find is workers else 0)
 
 
 def test_a_sandbox_that_cannot_come_back_stops_the_run_with_a_checkpoint(tmp_path):
