@@ -6,7 +6,9 @@ Every side trains the same weights in float32 on the same 8 problems x 8 rollout
 sampled tokens, 160 after the prompt, temperature 1, a Python tool, one AdamW update on every sampled token (nothing is
 filtered on fastir's side: no void filter, and a negligible entropy bonus so that rollouts without advantage train too).
 The model's text format, and how TRL is made to speak it, are those of bench_trl_step.py, as are the remarks on what
-still differs. Each side runs in processes of its own, in rounds that alternate.
+still differs. With these prompts the model rarely or never calls the tool, so a rollout is one turn and earns nothing:
+the figures are those of sampling and training, not of tool turns. Each side runs in processes of its own, in rounds
+that alternate.
 """
 
 from __future__ import annotations
